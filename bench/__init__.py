@@ -1,0 +1,1 @@
+"""kvstore-bench: fio-style measurement of the store and its parts."""

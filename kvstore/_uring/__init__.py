@@ -1,0 +1,1 @@
+"""The asyncio disk engine over io_uring, its fallbacks, and the native helpers."""

@@ -1,0 +1,1 @@
+"""Eviction policies: one protocol, one policy per file."""

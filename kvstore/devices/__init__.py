@@ -1,0 +1,1 @@
+"""Devices: the CPU reference and CUDA behind one protocol."""

@@ -1,0 +1,1 @@
+"""Exporters over ``stats()``; nothing here touches the hot path."""

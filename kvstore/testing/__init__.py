@@ -1,0 +1,1 @@
+"""The public test kit: virtual time, a simulated engine and device, a reference model."""

@@ -1,0 +1,1 @@
+"""One async service per level."""
