@@ -21,6 +21,9 @@ from kvstore.testing.loop import SimDeadlock as SimDeadlock
 from kvstore.testing.loop import SimLoop as SimLoop
 from kvstore.testing.memory import SimMemory as SimMemory
 from kvstore.testing.memory import memory_view as memory_view
+from kvstore.testing.model import History as History
+from kvstore.testing.model import ReferenceModel as ReferenceModel
+from kvstore.testing.model import token_rows as token_rows
 from kvstore.testing.pattern import check_pattern as check_pattern
 from kvstore.testing.pattern import pattern as pattern
 
@@ -28,6 +31,8 @@ __all__ = [
     "Fault",
     "FaultKind",
     "FaultPlan",
+    "History",
+    "ReferenceModel",
     "SimClock",
     "SimCompletions",
     "SimDeadlock",
@@ -43,4 +48,5 @@ __all__ = [
     "check_pattern",
     "memory_view",
     "pattern",
+    "token_rows",
 ]
