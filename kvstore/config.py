@@ -70,8 +70,12 @@ def check_number(
     if math.isnan(number) or math.isinf(number):
         raise _fail(name, value, "must be finite")
     if number < low or number > high or (above and number == low):
-        raise _fail(name, value, f"must be {'above' if above else 'at least'} {low:g}"
-                    + (f" and at most {high:g}" if high != math.inf else ""))
+        raise _fail(
+            name,
+            value,
+            f"must be {'above' if above else 'at least'} {low:g}"
+            + (f" and at most {high:g}" if high != math.inf else ""),
+        )
 
 
 def check_io_threads(value: object, name: str = "disk_io_threads") -> None:
@@ -112,7 +116,8 @@ class PoolGroupConfig:
 
     def __post_init__(self) -> None:
         """Check every field by itself."""
-        if not self.name or not isinstance(self.name, str) or not self.name.isidentifier():
+        name: object = self.name
+        if not isinstance(name, str) or not name.isidentifier():
             raise _fail("pool_groups.name", self.name, "must be an identifier")
         check_int("page_bytes", self.page_bytes, 1)
         if self.window is not None:
@@ -267,7 +272,7 @@ class StoreConfig:
     """The whole store. ``fingerprint`` names the model: files are named and a restart is warm.
 
     ``agree(min_prefix) -> int`` is the hook by which ranks settle on the smallest common prefix.
-    ``on_event`` receives KV events (stored, removed, moved) for cache-aware routers; off by default.
+    ``on_event`` receives KV events (stored, removed, moved) for cache-aware routers; default off.
     ``check_invariants`` runs every rule of the tables after each step: for tests and debugging.
     """
 

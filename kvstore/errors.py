@@ -41,7 +41,7 @@ class CapacityError(KVStoreError):
 
 
 class OutOfPages(CapacityError):
-    """A plan was refused: names ``level``, ``pool_group``, ``needed`` and ``available`` (INV-404)."""
+    """A plan was refused: names ``level``, ``pool_group``, ``needed``, ``available`` (INV-404)."""
 
 
 class PagesLost(KVStoreError):

@@ -33,8 +33,8 @@ class SubmitFlag(IntFlag):
 
     VERIFY: after a read compare the identity (the first bytes of the slot header, checksums
     excluded) and both checksums; a difference is MISMATCH. SEAL: before a write lay the identity
-    down as the header and fill in payload and header checksum. NO_CHECKSUM: identity only. POISON: overwrite
-    the destination with all bits one before a failure is published (INV-219).
+    down as the header and fill in payload and header checksum. NO_CHECKSUM: identity only.
+    POISON: overwrite the destination with all bits one before a failure is published (INV-219).
     """
 
     VERIFY = 1
@@ -183,6 +183,11 @@ class Ticket:
         self.word = word
         self.generation = generation
         self.slot = slot
+
+    @property
+    def words(self) -> GateWords:
+        """The ring of words this ticket belongs to."""
+        return self._words
 
     @property
     def status(self) -> int | None:

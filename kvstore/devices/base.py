@@ -108,7 +108,10 @@ class Stream(Protocol):
         ...
 
     def wait_ticket(self, ticket: Ticket) -> None:
-        """Let later work wait until the ticket is published. Raises: UnsupportedError, DeviceError."""
+        """Let later work wait until the ticket is published.
+
+        Raises: UnsupportedError, DeviceError.
+        """
         ...
 
     def record(self) -> Event:
@@ -161,7 +164,7 @@ class Device(Protocol):
         ...
 
     def wrap_stream(self, stream: Any) -> Stream:
-        """Wrap a caller's stream (ours, an int handle, torch, ``__cuda_stream__``, None: default)."""
+        """Wrap a stream (ours, an int handle, torch's, ``__cuda_stream__``, None: default)."""
         ...
 
     def wrap_event(self, event: Any) -> Event:

@@ -85,6 +85,8 @@ class CpuStream:
         words = device.gate_words
         if words is None or not device.caps.memops64:
             raise UnsupportedError("the CPU device was made without gates: use await mode")
+        if ticket.words is not words:
+            raise LogicError("the ticket belongs to gate words that the device does not know")
         address = words.word_address(ticket.word)
         result = device.queues.wait_word(self.number, address, ticket.generation,
                                          sleepers=address + GATE_SLEEPERS_OFFSET)
