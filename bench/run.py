@@ -28,7 +28,7 @@ from kvstore.stats import StoreStats
 from .ablation import Variant
 from .costs import CostModel
 from .oracle import HitCount
-from .pattern import PagePattern
+from .pages import PagePattern
 from .results import Measures, percentile
 from .scheduler import GROUP, Flow, Outcome, PageMemory, Scheduler, chain_keys
 from .workload import Request, Workload

@@ -29,7 +29,7 @@ from kvstore.errors import OutOfPages
 from kvstore.keys import KeyChain, scope_key, token_bytes
 
 from .costs import CostModel
-from .pattern import PagePattern, tail_key
+from .pages import PagePattern, tail_key
 from .workload import Request, Tokens, Workload
 
 GROUP = "full"

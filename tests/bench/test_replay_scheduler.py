@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 from kvstore_bench.costs import CostModel
-from kvstore_bench.pattern import PagePattern
+from kvstore_bench.pages import PagePattern
 from kvstore_bench.scheduler import Admission, Scheduler, chain_keys
 from kvstore_bench.workload import AgenticSpec, Request, Workload, agentic_workload
 
