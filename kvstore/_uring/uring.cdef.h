@@ -1,0 +1,180 @@
+/* The only declarations: cffi and the compiler read this one file, so a drifting signature is a
+   compile error. No preprocessor beyond this comment; constants are enums. */
+
+enum { KVS_ABI_VERSION = 1 };
+
+int kvs_abi_version(void);
+uint64_t kvs_now_ns(void); /* CLOCK_MONOTONIC */
+
+/* ---- completion.c: many producers, one loop; an eventfd wakes the loop (INV-129) ---- */
+
+enum { KVS_FLAG_VERDICT = 1, KVS_FLAG_END = 2 };
+
+typedef struct {
+    uint64_t token;
+    uint64_t value;
+    int32_t status;
+    uint32_t flags;
+} kvs_record;
+
+typedef struct kvs_cq kvs_cq;
+
+kvs_cq *kvs_cq_new(uint32_t capacity);
+void kvs_cq_retain(kvs_cq *cq);
+void kvs_cq_release(kvs_cq *cq);
+/* Posts after close are dropped. A poster holds a reference. Never fails, never blocks on I/O. */
+void kvs_cq_post(kvs_cq *cq, uint64_t token, int32_t status, uint32_t flags, uint64_t value);
+/* Takes up to `count` records; the descriptor stays readable while records are left. */
+uint32_t kvs_cq_reap(kvs_cq *cq, kvs_record *records, uint32_t count);
+void kvs_cq_close(kvs_cq *cq);
+int kvs_cq_fd(const kvs_cq *cq);
+uint64_t kvs_cq_wakeups(kvs_cq *cq);
+
+/* ---- gate.c: flag words that device streams wait on (INV-203 to INV-211) ---- */
+
+typedef struct kvs_gates kvs_gates;
+
+typedef struct {
+    uint64_t generation;
+    uint32_t word;
+    uint32_t slot; /* of the status record, which outlives the use of the word (INV-207) */
+} kvs_ticket;
+
+typedef struct {
+    uint64_t taken;
+    uint64_t good;
+    uint64_t failed;
+    uint64_t open;
+} kvs_gate_counts;
+
+kvs_gates *kvs_gates_new(uint32_t words);
+void kvs_gates_retain(kvs_gates *gates);
+void kvs_gates_release(kvs_gates *gates);
+uint64_t kvs_gates_address(const kvs_gates *gates);
+uint64_t kvs_gates_length(const kvs_gates *gates);
+/* 0, or -EBUSY when no word or no status record is free; never blocks (INV-211). */
+int kvs_gate_take(kvs_gates *gates, uint32_t transfers, uint64_t now_ns, kvs_ticket *ticket);
+/* 1 if this call published, 0 if the ticket was published before (INV-204). Wakes waiters. */
+int kvs_gate_publish(kvs_gates *gates, uint32_t word, uint64_t generation, int32_t status);
+/* One transfer of the ticket has its verdict; the last one publishes the first failure, or 0.
+   `at_once` publishes a failure now (deadline, cancel, close: INV-205). 1 if it published. */
+int kvs_gate_transfer(kvs_gates *gates, uint32_t word, uint64_t generation, int32_t status,
+                      int at_once);
+/* 1 and the status if published, 0 while open, -EINVAL for a released record. */
+int kvs_gate_status(kvs_gates *gates, uint32_t slot, uint64_t generation, int32_t *status);
+int kvs_gate_release(kvs_gates *gates, uint32_t slot, uint64_t generation);
+/* Publishes every open ticket as failed (INV-222); returns how many there were. */
+uint32_t kvs_gates_publish_all(kvs_gates *gates, int32_t status);
+/* Blocks the calling native thread until word >= generation in signed arithmetic (INV-209), or
+   until CLOCK_MONOTONIC reaches `until_ns` (all ones: no limit). 0 or -ETIMEDOUT. */
+int kvs_gate_wait(kvs_gates *gates, uint32_t word, uint64_t generation, uint64_t until_ns);
+/* 1 if word >= generation; does not block. */
+int kvs_gate_passed(kvs_gates *gates, uint32_t word, uint64_t generation);
+void kvs_gates_count(kvs_gates *gates, kvs_gate_counts *counts);
+/* The oldest open ticket, for the watchdog (INV-223): 1, its ticket and when it was taken. */
+int kvs_gates_oldest(kvs_gates *gates, kvs_ticket *ticket, uint64_t *taken_ns);
+/* 1 if this build has the store barrier that the device needs between data and flag (INV-217). */
+int kvs_gate_has_barrier(void);
+
+/* ---- arena.c: memory for I/O (INV-138) ---- */
+
+/* Maps `length` bytes, 2 MiB aligned, excluded from fork; 0 or -errno. `numa_node` -1: any. */
+int kvs_arena_map(uint64_t length, int numa_node, uint64_t *address);
+/* Faults every page in, with `threads` native threads. 0 or -errno. */
+int kvs_arena_prefault(uint64_t address, uint64_t length, uint32_t threads);
+int kvs_arena_unmap(uint64_t address, uint64_t length);
+
+/* ---- checksum.c ---- */
+
+uint64_t kvs_xxh3_64(const void *data, uint64_t length);
+
+/* ---- sched.c: which piece goes next; explicit time, no system calls, no globals ---- */
+
+enum { KVS_READ = 0, KVS_REQUIRED = 1, KVS_BACKGROUND = 2, KVS_CLASSES = 3 };
+enum { KVS_OP_READ = 0, KVS_OP_WRITE = 1 };
+enum {
+    KVS_POLICY_KVSTORE = 0,  /* INV-101 to INV-107, INV-136 */
+    KVS_POLICY_UPSTREAM = 1, /* classes and ageing, no byte bounds, turns 1 in 2: the peer row */
+    KVS_POLICY_FIFO = 2      /* one queue, no classes, no bounds: the baseline row */
+};
+enum { KVS_HISTOGRAM_BUCKETS = 1024 };
+enum { KVS_WAIT = 0, KVS_SERVICE = 1 };
+
+typedef struct {
+    uint64_t total_bytes;          /* in the device */
+    uint64_t required_bytes;       /* in the device */
+    uint64_t background_bytes;     /* in the device */
+    uint64_t background_bytes_max; /* issued but not yet written (INV-111) */
+    uint64_t required_age_ns;
+    uint64_t background_age_ns;
+    uint64_t read_linger_ns; /* how long a finished read counts as in flight (INV-136) */
+    uint32_t read_piece_bytes;
+    uint32_t write_piece_bytes;
+    uint32_t background_turn;
+    uint32_t depth; /* pieces in the device (INV-128) */
+    uint32_t policy;
+    uint32_t reserved;
+} kvs_sched_config;
+
+typedef struct {
+    uint64_t offset; /* in the transfer, header included */
+    uint64_t queued_ns;
+    uint32_t length;
+    uint32_t piece; /* a piece that was put back keeps its number */
+    uint32_t transfer;
+    uint8_t io_class;
+    uint8_t opcode;
+    uint8_t aged;
+    uint8_t again; /* 1: it was put back before */
+} kvs_piece;
+
+/* INV-808: issued + promoted_in = done + failed + withdrawn + promoted_out + queued + inflight. */
+typedef struct {
+    uint64_t issued_bytes, promoted_in_bytes, promoted_out_bytes;
+    uint64_t done_bytes, failed_bytes, withdrawn_bytes;
+    uint64_t queued_bytes, inflight_bytes; /* gauges */
+    uint64_t read_bytes, written_bytes;
+    uint64_t transfers, pieces, promotions, aged, skipped;
+    uint64_t inflight_pieces; /* gauge */
+} kvs_class_counts;
+
+typedef struct {
+    uint64_t counts[1024];
+    uint64_t total, sum_ns, max_ns;
+} kvs_histogram;
+
+typedef struct kvs_sched kvs_sched;
+
+kvs_sched *kvs_sched_new(const kvs_sched_config *config);
+void kvs_sched_free(kvs_sched *sched);
+/* Makes room for transfer numbers below `count`; 0 or -ENOMEM. */
+int kvs_sched_reserve(kvs_sched *sched, uint32_t count);
+/* Announces a transfer, its pieces not yet queued, and charges the background cap. 0, -ENOBUFS
+   above the cap (counted as skipped), -ENOMEM. `transfer` is the caller's number, free till now. */
+int kvs_sched_add(kvs_sched *sched, uint32_t transfer, uint32_t io_class, uint32_t opcode,
+                  uint32_t header_bytes, uint64_t bytes);
+/* Queues the pieces of an announced transfer. */
+void kvs_sched_ready(kvs_sched *sched, uint32_t transfer, uint64_t now_ns);
+/* 1: raised from background to required (INV-108); 0: nothing changed (INV-110). */
+int kvs_sched_promote(kvs_sched *sched, uint32_t transfer, uint64_t now_ns);
+/* Takes all queued pieces out; returns their bytes. */
+uint64_t kvs_sched_withdraw(kvs_sched *sched, uint32_t transfer);
+/* 1 and the next piece, which is now in the device; 0 when nothing may go. */
+int kvs_sched_next(kvs_sched *sched, uint64_t now_ns, kvs_piece *piece);
+/* 1 if kvs_sched_next would return a piece. */
+int kvs_sched_peek(kvs_sched *sched, uint64_t now_ns);
+/* A piece left the device for good. */
+void kvs_sched_done(kvs_sched *sched, uint32_t piece, int ok, uint64_t now_ns);
+/* A piece left the device with `bytes` of it done; the rest goes to the head of its queue with
+   its old arrival time (INV-116). */
+void kvs_sched_again(kvs_sched *sched, uint32_t piece, uint64_t bytes, uint64_t now_ns);
+/* Bytes of a transfer still queued, and pieces of it in the device. */
+uint64_t kvs_sched_queued(const kvs_sched *sched, uint32_t transfer);
+uint32_t kvs_sched_inflight(const kvs_sched *sched, uint32_t transfer);
+/* Forgets a transfer with nothing queued and nothing in the device; its number is free. */
+void kvs_sched_remove(kvs_sched *sched, uint32_t transfer);
+uint64_t kvs_sched_background_bytes(const kvs_sched *sched); /* charged against the cap */
+uint64_t kvs_sched_background_room(const kvs_sched *sched);
+void kvs_sched_count(const kvs_sched *sched, uint32_t io_class, kvs_class_counts *counts);
+void kvs_sched_histogram(const kvs_sched *sched, uint32_t io_class, uint32_t kind,
+                         kvs_histogram *histogram);
