@@ -57,7 +57,15 @@ class CompletionQueue:
     ``handle`` is what C code posts to; a native poster that outlives a call takes a reference.
     """
 
-    __slots__ = ("__weakref__", "_callbacks", "_handle", "_loop", "_next_token", "_records", "_view")
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_handle",
+        "_loop",
+        "_next_token",
+        "_records",
+        "_view",
+    )
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, capacity: int = 1024) -> None:
         handle = lib.kvs_cq_new(capacity)
@@ -238,7 +246,9 @@ class GateRing:
     def counts(self) -> dict[str, int]:
         """Tickets ``taken``, ``good``, ``failed`` and ``open``: taken is the sum (INV-811)."""
         lib.kvs_gates_count(self.handle, self._counts)
-        return {name: int(getattr(self._counts, name)) for name in ("taken", "good", "failed", "open")}
+        return {
+            name: int(getattr(self._counts, name)) for name in ("taken", "good", "failed", "open")
+        }
 
     def close(self) -> None:
         """Publish what is open as failed, then give the words up; a second call does nothing.
@@ -261,7 +271,15 @@ class Arena:
     views: the owner drains them first. `leak` gives the memory up on purpose (INV-139).
     """
 
-    __slots__ = ("__weakref__", "_finalizer", "_huge_pages", "_root", "address", "length", "slab_bytes")
+    __slots__ = (
+        "__weakref__",
+        "_finalizer",
+        "_huge_pages",
+        "_root",
+        "address",
+        "length",
+        "slab_bytes",
+    )
 
     def __init__(
         self, length_bytes: int, *, slab_bytes: int = GIB, numa_node: int | None = None
@@ -274,9 +292,7 @@ class Arena:
         out = ffi.new("uint64_t *")
         result = lib.kvs_arena_map(length, -1 if numa_node is None else numa_node, out)
         if result < 0:
-            raise CapacityError(
-                f"cannot map {length} bytes: {os.strerror(-result)}", errno=-result
-            )
+            raise CapacityError(f"cannot map {length} bytes: {os.strerror(-result)}", errno=-result)
         self.address = int(out[0])
         self.length = length
         self.slab_bytes = slab_bytes
