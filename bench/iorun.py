@@ -1,0 +1,413 @@
+"""Runs job groups: opens the engine, lays out files, starts the clones, takes the figures."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from kvstore._uring import open_engine
+from kvstore._uring.base import Engine
+from kvstore._uring.native import CompletionQueue
+from kvstore._uring.probe import SlotFile, open_slot_file
+from kvstore.config import IoConfig
+from kvstore.errors import KVStoreError
+
+from . import machine
+from .fioformat import GroupRun, JobResult, RunResult, Usage
+from .iofiles import clone_path, is_written, region_bytes, round_up
+from .ioloop import Clock, Lane
+from .iostats import Direction, Latencies
+from .jobs import GIB, MIB, JobError, JobSpec, groups_of
+from .memory import Memory, open_memory
+
+SAMPLE_S = 0.5
+LAG_PERIOD_S = 0.005
+UNBOUNDED = 1 << 40
+_ENGINE_FIELDS = (
+    "ioengine", "policy", "disk_io_threads", "kernel_rings", "inflight_bytes",
+    "required_inflight_bytes", "background_inflight_bytes", "read_piece_bytes",
+    "write_piece_bytes", "memory",
+)
+
+#: Called every half second: lanes of the group, seconds since its start, seconds it will take.
+Progress = Callable[[list[Lane], float, float], None]
+
+
+def io_config(job: JobSpec) -> IoConfig:
+    """Return the engine's settings for a job; ``fifo`` takes every bound away."""
+    values: dict[str, Any] = {
+        "disk_io_threads": job.disk_io_threads, "kernel_rings": job.kernel_rings,
+        "direct": "on" if job.direct else "off",
+    }
+    if job.policy == "fifo":
+        for name in ("inflight_bytes", "required_inflight_bytes", "background_inflight_bytes"):
+            values[name] = UNBOUNDED
+        values["write_piece_bytes"] = 4 * MIB
+        values["background_bytes_max"] = UNBOUNDED
+    for name in _ENGINE_FIELDS[4:9]:
+        if getattr(job, name):
+            values[name] = getattr(job, name)
+    return IoConfig(**values)
+
+
+def open_job_engine(job: JobSpec) -> Engine:
+    """Open the engine a job names; never another one (INV-127).
+
+    Raises: JobError: the system refuses it, with the reason.
+    """
+    policy = "kvstore" if job.policy == "fifo" else job.policy
+    try:
+        return open_engine(io_config(job), kind=job.ioengine, policy=policy)
+    except (KVStoreError, OSError) as error:
+        raise JobError("--ioengine", f"{job.ioengine} cannot be used: {error}") from None
+
+
+class LagProbe:
+    """Looks every 5 ms how late the loop is."""
+
+    def __init__(self, clock_ns: Clock) -> None:
+        self.lag = Latencies()
+        self._clock_ns = clock_ns
+        self._handle: asyncio.TimerHandle | None = None
+        self._due_ns = 0
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._due_ns = self._clock_ns() + int(LAG_PERIOD_S * 1e9)
+        self._handle = asyncio.get_running_loop().call_later(LAG_PERIOD_S, self._tick)
+
+    def stop(self) -> None:
+        """Stop looking."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def restart(self) -> None:
+        """Forget what was seen and go on."""
+        self.lag = Latencies()
+
+    def _tick(self) -> None:
+        import numpy as np
+
+        self.lag.add(np.array([self._clock_ns() - self._due_ns], np.int64))
+        self.start()
+
+
+def usage_now() -> Usage:
+    """Return what this process has used so far."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return Usage(
+        used.ru_utime, used.ru_stime, used.ru_nvcsw + used.ru_nivcsw, used.ru_majflt,
+        used.ru_minflt, 0.0,
+    )
+
+
+def usage_since(before: Usage, wall_s: float) -> Usage:
+    """Return what the process used since ``before``."""
+    now = usage_now()
+    return Usage(
+        now.user_s - before.user_s, now.system_s - before.system_s,
+        now.context_switches - before.context_switches, now.major_faults - before.major_faults,
+        now.minor_faults - before.minor_faults, wall_s,
+    )
+
+
+class FileSet:
+    """The open files of a run, by path; each is registered with the engine once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._files: dict[Path, tuple[int, SlotFile]] = {}
+
+    def open(self, path: Path, size_bytes: int, *, direct: bool) -> tuple[int, SlotFile]:
+        """Open a file of at least ``size_bytes`` and return (file id, slot file).
+
+        Raises: JobError: no space, no permission, no O_DIRECT.
+        """
+        if path in self._files:
+            return self._files[path]
+        needed = round_up(size_bytes)
+        have = path.stat().st_size if path.exists() else 0
+        try:
+            opened = open_slot_file(
+                path, max(needed, have), direct="on" if direct else "off", create=True,
+                anonymous=False,
+            )
+        except (KVStoreError, OSError) as error:
+            raise JobError("--directory", f"cannot prepare {path.name}: {error}") from None
+        entry = (self._engine.register_file(opened.direct_fd, opened.buffered_fd), opened)
+        self._files[path] = entry
+        return entry
+
+    async def aclose(self) -> None:
+        """Drain and close all of them."""
+        for file_id, opened in self._files.values():
+            await self._engine.drain(file_id, 30.0)
+            self._engine.unregister_file(file_id)
+            opened.close()
+        self._files.clear()
+
+
+async def run_jobs(
+    jobs: list[JobSpec],
+    *,
+    progress: Progress | None = None,
+    announce: Callable[[str], None] = lambda line: None,
+    version: str = "",
+    clock_ns: Clock = time.monotonic_ns,
+) -> RunResult:
+    """Run all groups in order and return their figures.
+
+    Raises: JobError: a job cannot be run as written; nothing was measured.
+    """
+    result = RunResult(started_at=time.time(), version=version, host=machine.describe(jobs[0].directory))
+    groups = groups_of(jobs)
+    for group in groups:
+        _check_group(group)
+    for group_id, group in enumerate(groups):
+        run = _Group(group_id, group, clock_ns=clock_ns, announce=announce, progress=progress)
+        await run.run(result)
+    return result
+
+
+def _check_group(group: list[JobSpec]) -> None:
+    for job in group:
+        for field in _ENGINE_FIELDS:
+            if getattr(job, field) != getattr(group[0], field):
+                raise JobError(f"--{field}", "differs between jobs that run together; use stonewall")
+        for clone in range(job.numjobs):
+            region_bytes(job, clone_path(job, clone))
+    total = sum(job.iodepth * job.numjobs * job.block_bytes_max for job in group)
+    if total > 16 * GIB:
+        raise JobError("--iodepth", f"needs {total / GIB:.0f} GiB of buffers")
+
+
+class _Group:
+    """One group from its engine's start to its end."""
+
+    def __init__(
+        self,
+        group_id: int,
+        jobs: list[JobSpec],
+        *,
+        clock_ns: Clock,
+        announce: Callable[[str], None],
+        progress: Progress | None,
+    ) -> None:
+        self._group_id = group_id
+        self._jobs = jobs
+        self._clock_ns = clock_ns
+        self._announce = announce
+        self._progress = progress
+        self._lanes: list[tuple[int, Lane]] = []  # (job index, clone)
+        self._seen: dict[Lane, tuple[int, int, int, int]] = {}
+        self._measuring = False
+
+    async def run(self, result: RunResult) -> None:
+        first = self._jobs[0]
+        engine = open_job_engine(first)
+        queue = CompletionQueue(asyncio.get_running_loop())
+        files = FileSet(engine)
+        memory: Memory | None = None
+        try:
+            memory = open_memory(
+                sum(job.iodepth * job.numjobs * job.block_bytes_max for job in self._jobs), first.memory
+            )
+            engine.register_memory(memory.address, memory.length)
+            await self._run(result, engine, queue, files, memory)
+        finally:
+            with anyio.CancelScope(shield=True):
+                for _, lane in self._lanes:
+                    if lane.first_ns:
+                        lane.stop()
+                        await lane.done
+                await files.aclose()
+                if memory is not None:
+                    engine.unregister_memory(memory.address)
+                await engine.aclose()
+                queue.close()
+                if memory is not None:
+                    memory.close()
+
+    async def _run(
+        self, result: RunResult, engine: Engine, queue: Any, files: FileSet, memory: Memory
+    ) -> None:
+        address = memory.address
+        direct = ""
+        for index, job in enumerate(self._jobs):
+            for clone in range(job.numjobs):
+                path = clone_path(job, clone)
+                size = region_bytes(job, path)
+                file_id, opened = files.open(path, size, direct=job.direct)
+                direct = opened.mode
+                if job.reads and (job.verify != "none" or not is_written(opened.buffered_fd, size)):
+                    self._announce(f"{job.name}: Laying out IO file (1 file / {size // MIB}MiB)")
+                    await self._lay_out(job, engine, queue, file_id, address, size)
+                seed = (self._group_id << 20) + (index << 10) + clone
+                lane = Lane(
+                    job, engine=engine, queue=queue, file_id=file_id, address=address,
+                    region_bytes=size, seed=seed, clock_ns=self._clock_ns,
+                )
+                address += job.iodepth * job.block_bytes_max
+                self._lanes.append((index, lane))
+        group = await self._measure(engine)
+        group.huge_pages = memory.huge_pages
+        group.direct = direct
+        await self._verify(engine, queue, files, memory.address)
+        result.groups.append(group)
+        result.jobs += self._results(group)
+
+    async def _lay_out(
+        self, job: JobSpec, engine: Engine, queue: Any, file_id: int, address: int, size: int
+    ) -> None:
+        """Write every block once, in the buffers of the job itself."""
+        block = job.bs[0] if job.verify != "none" else job.block_bytes_max
+        plain = replace(
+            job, rw="write", bs=(block, block), bssplit=None, prio="auto", size=size, rate=(0, 0),
+            rate_iops=(0, 0), time_based=False, ramp_time=0.0, deadline_ms=0.0,
+        )
+        rest = size % block
+        lane = Lane(
+            plain, engine=engine, queue=queue, file_id=file_id, address=address,
+            region_bytes=size - rest, seed=0, clock_ns=self._clock_ns,
+        )
+        await self._finish(lane, "layout")
+        if rest and job.verify == "none":
+            tail = replace(plain, bs=(4096, 4096), size=rest - rest % 4096, iodepth=1)
+            if tail.size:
+                lane = Lane(
+                    tail, engine=engine, queue=queue, file_id=file_id, address=address,
+                    region_bytes=tail.size, seed=0, clock_ns=self._clock_ns, base=size - rest,
+                )
+                await self._finish(lane, "layout")
+
+    async def _finish(self, lane: Lane, what: str) -> None:
+        lane.start()
+        try:
+            await asyncio.shield(lane.done)
+        finally:
+            lane.stop()
+            with anyio.CancelScope(shield=True):
+                await lane.done
+        if lane.error:
+            raise JobError("--directory", f"{what} failed with errno {lane.error}")
+
+    async def _measure(self, engine: Engine) -> GroupRun:
+        start = self._clock_ns()
+        ramp = max(job.ramp_time for job in self._jobs)
+        for _, lane in self._lanes:
+            lane.window_ns = start + int(lane.job.ramp_time * 1e9) if lane.job.ramp_time else 0
+        group = GroupRun(engine.stats(), engine.stats(), usage_now(), Latencies(), huge_pages=False)
+        probe = LagProbe(self._clock_ns)
+        window = [start, usage_now()]
+
+        def begin_window() -> None:
+            group.stats_before = engine.stats()
+            window[:] = [self._clock_ns(), usage_now()]
+            probe.restart()
+            self._measuring = True
+
+        loop = asyncio.get_running_loop()
+        timers = [loop.call_later(ramp, begin_window)] if ramp else []
+        if not ramp:
+            begin_window()
+        for _, lane in self._lanes:
+            if lane.job.runtime:
+                timers.append(loop.call_later(lane.job.ramp_time + lane.job.runtime, lane.stop))
+        probe.start()
+        for _, lane in self._lanes:
+            lane.start()
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._sample, start)
+                for _, lane in self._lanes:
+                    await asyncio.shield(lane.done)
+                tasks.cancel_scope.cancel()
+        finally:
+            probe.stop()
+            for timer in timers:
+                timer.cancel()
+        group.usage = usage_since(window[1], (self._clock_ns() - window[0]) / 1e9)
+        group.stats_after = engine.stats()
+        group.lag = probe.lag
+        return group
+
+    async def _sample(self, start_ns: int) -> None:
+        """Every half second take a bandwidth sample of each clone and show progress."""
+        total = max((job.ramp_time + job.runtime for job in self._jobs), default=0.0)
+        last_ns = start_ns
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            now = self._clock_ns()
+            seconds, last_ns = (now - last_ns) / 1e9, now
+            for _, lane in self._lanes:
+                seen = self._seen.get(lane, (0, 0, 0, 0))
+                self._seen[lane] = current = (
+                    lane.read.io_bytes, lane.read.total_ios, lane.write.io_bytes, lane.write.total_ios,
+                )
+                if not self._measuring or lane.done.done():
+                    continue
+                for side, at in ((lane.read, 0), (lane.write, 2)):
+                    if current[at + 1] > seen[at + 1]:
+                        side.bw_samples.append((current[at] - seen[at]) / seconds)
+                        side.iops_samples.append((current[at + 1] - seen[at + 1]) / seconds)
+            if self._progress is not None:
+                self._progress([lane for _, lane in self._lanes], (now - start_ns) / 1e9, total)
+
+    async def _verify(self, engine: Engine, queue: Any, files: FileSet, address: int) -> None:
+        """Read back what the writing jobs sealed, as fio does after its write phase."""
+        for index, lane in self._lanes:
+            job = self._jobs[index]
+            if job.verify == "none" or not job.writes or lane.error:
+                continue
+            written = min(lane.write.io_bytes, lane.region_bytes)
+            if job.is_random and written < lane.region_bytes and not job.reads:
+                lane.notes.append("verify: the random job did not cover its file, nothing read back")
+                continue
+            size = lane.region_bytes if job.reads else written // job.bs[0] * job.bs[0]
+            if not size:
+                continue
+            again = replace(
+                job, rw="read", size=size, time_based=False, rate=(0, 0), rate_iops=(0, 0),
+                ramp_time=0.0, runtime=0.0, prio="auto", deadline_ms=0.0,
+            )
+            check = Lane(
+                again, engine=engine, queue=queue, file_id=lane.file_id, address=address,
+                region_bytes=size, seed=0, clock_ns=self._clock_ns,
+            )
+            check.start()
+            await asyncio.shield(check.done)
+            lane.verified += check.verified
+            lane.error = lane.error or check.error
+            lane.read.failed_ios += check.read.failed_ios
+
+    def _results(self, group: GroupRun) -> list[JobResult]:
+        total = sum(lane.read.total_ios + lane.write.total_ios for _, lane in self._lanes) or 1
+        results: dict[Any, JobResult] = {}
+        for number, (index, lane) in enumerate(self._lanes):
+            job = self._jobs[index]
+            key = "group" if self._jobs[0].group_reporting else number
+            mine = results.get(key)
+            if mine is None:
+                mine = results[key] = JobResult(job, self._group_id, clones=0)
+                mine.read, mine.write = Direction(), Direction()
+            mine.clones += 1
+            mine.read.merge(lane.read)
+            mine.write.merge(lane.write)
+            mine.runtime_ns = max(mine.runtime_ns, lane.last_ns - max(lane.window_ns, lane.first_ns))
+            mine.error = mine.error or lane.error
+            mine.skips += lane.skips
+            mine.verified += lane.verified
+            mine.notes += lane.notes
+            for step, count in lane.depth_counts.items():
+                mine.depth_counts[step] = mine.depth_counts.get(step, 0) + count
+        for mine in results.values():
+            mine.usage = group.usage.share((mine.read.total_ios + mine.write.total_ios) / total)
+        return list(results.values())
