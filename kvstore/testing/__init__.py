@@ -8,8 +8,9 @@ from __future__ import annotations
 from kvstore.testing.completions import SimCompletions as SimCompletions
 from kvstore.testing.device import SimDevice as SimDevice
 from kvstore.testing.device import SimEvent as SimEvent
-from kvstore.testing.device import SimPool as SimPool
 from kvstore.testing.device import SimStream as SimStream
+from kvstore.testing.device import read_page as read_page
+from kvstore.testing.device import write_page as write_page
 from kvstore.testing.engine import SimEngine as SimEngine
 from kvstore.testing.faults import Fault as Fault
 from kvstore.testing.faults import FaultKind as FaultKind
@@ -43,10 +44,11 @@ __all__ = [
     "SimGateWords",
     "SimLoop",
     "SimMemory",
-    "SimPool",
     "SimStream",
     "check_pattern",
     "memory_view",
     "pattern",
+    "read_page",
     "token_rows",
+    "write_page",
 ]
