@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-import os
-import platform
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from . import machine
 from .cli import package_version
 from .options import format_size
 
@@ -66,34 +65,14 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"min": min(values), "median": middle, "max": max(values)}
 
 
-def machine() -> dict[str, Any]:
-    """Return what the numbers were measured on."""
-    return {
-        "cpus": len(os.sched_getaffinity(0)),
-        "cpu_model": _cpu_model(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    }
-
-
-def _cpu_model() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.machine()
-    models = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
-    return models[0] if models else platform.machine()
-
-
-def header(benchmark: str, arguments: Sequence[str]) -> dict[str, Any]:
+def header(benchmark: str, arguments: Sequence[str], directory: Path) -> dict[str, Any]:
     """Return the fields that every report begins with."""
     return {
         "benchmark": benchmark,
         "kvstore_version": package_version(),
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "command": ["kvstore-bench", *arguments],
-        "machine": machine(),
+        "machine": machine.describe(directory),
     }
 
 
