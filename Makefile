@@ -110,7 +110,6 @@ coverage: setup
 
 # The extension is built a second time, aside, with the sanitizers; the preloaded run-time
 # belongs to the compiler. Leaks are not asked for: the interpreter keeps memory until it exits.
-SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1
 ASAN_LIBRARY = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
 
 .PHONY: sanitize
@@ -118,7 +117,7 @@ sanitize: setup
 	@rm -rf build/sanitize && mkdir -p build/sanitize
 	@cp -R kvstore build_uring.py pyproject.toml tests build/sanitize/ && cp -R bench build/sanitize/kvstore_bench
 	@rm -f build/sanitize/kvstore/_uring/*.so build/sanitize/kvstore/_uring/*.o
-	@cd build/sanitize && CFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" ../../$(BIN)/python build_uring.py
+	@cd build/sanitize && KVSTORE_SANITIZE=1 ../../$(BIN)/python build_uring.py
 	@cd build/sanitize && LD_PRELOAD="$(ASAN_LIBRARY)" ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 \
 	  PYTHONPATH=. PYTHONMALLOC=malloc ../../$(BIN)/python -m pytest $(PYTEST_ARGS) tests/uring
 
