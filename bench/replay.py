@@ -30,7 +30,7 @@ from .costs import CostModel, default_time_scale
 from .options import PAGE_SIZE, SIZE, format_size
 from .oracle import lru_hits
 from .results import Measures, header, print_table, summarize, write_json
-from .run import PAGE_BYTES, ReplayOptions, oracle_report, run_once, run_oracle
+from .run import PAGE_BYTES, ReplayOptions, ReplayStalled, oracle_report, run_once, run_oracle
 from .scratch import scratch_directory
 from .trace import TraceError, read_trace
 from .workload import Workload, agentic_workload, trace_workload
@@ -245,6 +245,11 @@ def run_until_done(main: Coroutine[Any, Any, T]) -> T:
         if terminated:
             raise click.exceptions.Exit(TERMINATED) from None
         raise
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]  # a task group wraps what one child raised
+        raise error from None
 
 
 @contextlib.contextmanager
@@ -521,6 +526,9 @@ def command(ctx: click.Context, /, **values: Any) -> None:
         status = run_compare_with_oracle(args) if args.oracle else run_replay(args)
     except ConfigError as error:
         raise bad_option(_option_of(error), _message_of(error)) from error
+    except ReplayStalled as error:
+        click.echo(f"{PROGRAM}: {error}", err=True)
+        status = 1
     except (CapacityError, UnsupportedError) as error:
         raise click.ClickException(str(error)) from error
     ctx.exit(status)

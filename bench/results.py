@@ -24,6 +24,8 @@ from .options import format_size
 
 Measures = dict[str, Any]
 
+AS_IS = frozenset({"engine_settings"})  # a mapping that is no measure
+
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """Return the value at ``percent`` by nearest rank, 0 for no values."""
@@ -38,14 +40,14 @@ def summarize(runs: Sequence[Measures]) -> tuple[Measures, Measures]:
     """Return (medians, ranges) of runs with the same keys.
 
     A range is ``{"min", "median", "max"}``. Numbers are summarized, mappings of numbers key by key
-    (a missing key counts 0), everything else is taken from the first run.
+    (a missing key counts 0), everything else is taken from the first run, `AS_IS` too.
     """
     assert runs
     medians: Measures = {}
     ranges: Measures = {}
     for name, first in runs[0].items():
         values = [run[name] for run in runs]
-        if isinstance(first, Mapping):
+        if isinstance(first, Mapping) and name not in AS_IS:
             keys = list(dict.fromkeys(key for value in values for key in value))
             parts = {key: _spread([value.get(key, 0) for value in values]) for key in keys}
             medians[name] = {key: part["median"] for key, part in parts.items()}
