@@ -15,6 +15,7 @@ from kvstore.testing.engine import SimEngine as SimEngine
 from kvstore.testing.faults import Fault as Fault
 from kvstore.testing.faults import FaultKind as FaultKind
 from kvstore.testing.faults import FaultPlan as FaultPlan
+from kvstore.testing.files import SimDisk as SimDisk
 from kvstore.testing.files import SimFile as SimFile
 from kvstore.testing.gate import SimGateWords as SimGateWords
 from kvstore.testing.loop import SimClock as SimClock
@@ -38,6 +39,7 @@ __all__ = [
     "SimCompletions",
     "SimDeadlock",
     "SimDevice",
+    "SimDisk",
     "SimEngine",
     "SimEvent",
     "SimFile",

@@ -33,7 +33,7 @@ from kvstore.errors import BusyError, StoreClosed
 from kvstore.stats import EngineStats
 from kvstore.testing.completions import SimCompletions
 from kvstore.testing.faults import Fault, FaultKind, FaultPlan
-from kvstore.testing.files import SimFile
+from kvstore.testing.files import SimDisk, SimFile
 from kvstore.testing.gate import SimGateWords
 from kvstore.testing.memory import Bytes, memory_view
 from kvstore.testing.seal import seal, verify
@@ -96,6 +96,7 @@ class SimEngine:
         config: IoConfig | None = None,
         faults: FaultPlan | None = None,
         gate: SimGateWords | None = None,
+        disk: SimDisk | None = None,
         seed: int = 0,
         latency_ns: tuple[int, int] = (60_000, 400_000),
         bytes_per_s: int = 2 << 30,
@@ -106,6 +107,7 @@ class SimEngine:
         self._config = config or IoConfig()
         self.faults = faults or FaultPlan()
         self.gate = gate
+        self._disk = disk
         self._random = Random(seed)
         self._latency_ns = latency_ns
         self._bytes_per_s = bytes_per_s
@@ -132,8 +134,10 @@ class SimEngine:
     # -- files and memory ---------------------------------------------------------------------
 
     def register_file(self, direct_fd: int, buffered_fd: int) -> int:
-        """Take a file; with no descriptor at all its contents live in memory only."""
-        return self.add_file(SimFile(buffered_fd if buffered_fd >= 0 else direct_fd))
+        """Take a file of the disk, a real one, or with no descriptor one in memory only."""
+        fd = buffered_fd if buffered_fd >= 0 else direct_fd
+        file = self._disk.find(fd) if self._disk is not None else None
+        return self.add_file(file or SimFile(fd))
 
     def add_file(self, file: SimFile) -> int:
         """Take a simulated file, for instance one that an earlier engine wrote."""

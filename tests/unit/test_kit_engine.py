@@ -22,11 +22,12 @@ from kvstore._uring.base import (
     SubmitFlag,
 )
 from kvstore.config import HEADER_BYTES, IoClass, IoConfig
-from kvstore.errors import BusyError, StoreClosed
+from kvstore.errors import BusyError, CapacityError, StoreClosed
 from kvstore.testing import (
     FaultKind,
     FaultPlan,
     SimCompletions,
+    SimDisk,
     SimEngine,
     SimFile,
     SimGateWords,
@@ -383,6 +384,38 @@ async def test_contents_survive_in_a_shared_file_and_a_crash_tears_what_is_in_fl
         assert OK == second.statuses(reads)[1]
         if second.statuses(reads)[0] == OK:
             check_pattern("new", second.payload(0))
+
+
+async def test_a_disk_in_memory_outlives_its_engine():
+    """Named files keep their contents, anonymous ones end at close, locks exclude (INV-923)."""
+    disk = SimDisk(capacity_bytes=8 * SLOT)
+    lock = disk.lock("/kv")
+    with pytest.raises(BusyError):
+        disk.lock("/kv")
+    named, nameless = (
+        disk.open("/kv", "full.0.slots", 4 * SLOT, "auto"),
+        disk.open("/kv", None, 2 * SLOT, "auto"),
+    )
+    with pytest.raises(CapacityError):
+        disk.open("/kv", "more", 4 * SLOT, "auto")
+    assert 6 * SLOT == disk.used_bytes
+    rig = Rig(disk=disk)
+    rig.file_id = rig.engine.register_file(named.direct_fd, named.buffered_fd)
+    assert [OK] * 2 == await rig.round_trip([0, 1])
+    survivor = disk.copy()
+    disk.close(nameless)
+    disk.close(named)
+    disk.unlock(lock)
+    assert (0, 0, 4 * SLOT) == (disk.open_count, disk.lock_count, disk.used_bytes)
+    again = survivor.open("/kv", "full.0.slots", 4 * SLOT, "auto")
+    second = Rig(disk=survivor)
+    second.file_id = second.engine.register_file(again.direct_fd, again.buffered_fd)
+    reads = second.submit([0, 1], READ, IoClass.READ, VERIFY)
+    await second.settle()
+    assert [OK, OK] == second.statuses(reads)
+    survivor.resize(again, SLOT)
+    assert b"" == survivor.read(again, SLOT, 10)
+    assert SLOT == survivor.used_bytes
 
 
 async def test_random_traffic_keeps_every_balance(seed):
