@@ -76,6 +76,84 @@ int kvs_gates_oldest(kvs_gates *gates, kvs_ticket *ticket, uint64_t *taken_ns);
 /* 1 if this build has the store barrier that the device needs between data and flag (INV-217). */
 int kvs_gate_has_barrier(void);
 
+/* ---- devices: cpudev.c, watch.c, cudacopy.c ---- */
+
+/* Status of a completion that carries a device error: KVS_DEVICE_STATUS - code. */
+enum { KVS_DEVICE_STATUS = -20000 };
+
+/* Where the pages of one pool and one host area lie. A page is piece_count pieces on the device
+   (one per base address) and one contiguous payload on the host, pieces in order. */
+typedef struct kvs_pages {
+    const uint64_t *piece_bases;
+    const uint64_t *piece_strides;
+    const uint64_t *piece_bytes;
+    uint64_t piece_count;
+    uint64_t host_base;
+    uint64_t slot_bytes;
+    uint64_t slots_per_slab;
+    uint64_t slab_bytes;
+    uint64_t payload_offset;
+} kvs_pages;
+
+typedef struct kvs_run {
+    uint64_t target;
+    uint64_t source;
+    uint64_t bytes;
+} kvs_run;
+
+/* Write the runs of `count` pages, contiguous neighbours merged; returns how many. `runs` has room
+   for count * piece_count. */
+uint64_t kvs_pages_expand(const kvs_pages *pages, const int32_t *device_slots,
+                          const int32_t *host_slots, uint64_t count, int to_device, kvs_run *runs);
+
+/* The CPU device. Calls return 0, a positive device code, or -errno. */
+typedef struct kvs_cpu kvs_cpu;
+typedef struct kvs_cpu_event kvs_cpu_event;
+typedef struct kvs_cpu_config {
+    uint32_t queue_count;
+    uint32_t queue_depth;
+    uint64_t bytes_per_s;
+    uint64_t latency_ns;
+    uint64_t shuffle_seed;
+    uint64_t full_timeout_ns;
+    int early_reads;
+} kvs_cpu_config;
+typedef struct kvs_cpu_counters {
+    uint64_t batches;
+    uint64_t pages_to_device;
+    uint64_t pages_to_host;
+    uint64_t bytes_to_device;
+    uint64_t bytes_to_host;
+    uint64_t notified;
+    uint64_t gates_waited;
+} kvs_cpu_counters;
+
+kvs_cpu *kvs_cpu_new(const kvs_cpu_config *config);
+int kvs_cpu_close(kvs_cpu *device, uint64_t timeout_ns);
+void kvs_cpu_fail(kvs_cpu *device, int code);
+int kvs_cpu_error(kvs_cpu *device);
+void kvs_cpu_inject(kvs_cpu *device, uint64_t nth_copy, int code);
+int kvs_cpu_copy(kvs_cpu *device, uint32_t stream, const kvs_pages *pages,
+                 const int32_t *device_slots, const int32_t *host_slots, uint64_t count,
+                 int to_device);
+int kvs_cpu_wait_event(kvs_cpu *device, uint32_t stream, kvs_cpu_event *event);
+/* `sleepers`: address of the word's count of native sleepers, which its publisher looks at, or 0
+   for a word that is always woken (written by `kvs_cpu_write_word`). */
+int kvs_cpu_wait_word(kvs_cpu *device, uint32_t stream, uint64_t word, uint64_t value, int bits,
+                      uint64_t sleepers);
+int kvs_cpu_write_word(kvs_cpu *device, uint32_t stream, uint64_t word, uint64_t value);
+int kvs_cpu_work(kvs_cpu *device, uint32_t stream, uint64_t address, uint64_t bytes, int value,
+                 uint64_t duration_ns);
+int kvs_cpu_record(kvs_cpu *device, uint32_t stream, kvs_cpu_event *event);
+int kvs_cpu_notify(kvs_cpu *device, uint32_t stream, kvs_cq *queue, uint64_t token);
+int kvs_cpu_notify_event(kvs_cpu *device, kvs_cpu_event *event, kvs_cq *queue, uint64_t token);
+int kvs_cpu_synchronize(kvs_cpu *device, uint64_t timeout_ns);
+uint64_t kvs_cpu_pending(kvs_cpu *device, uint32_t stream);
+void kvs_cpu_count(kvs_cpu *device, kvs_cpu_counters *out);
+kvs_cpu_event *kvs_cpu_event_new(void);
+int kvs_cpu_event_query(const kvs_cpu_event *event);
+void kvs_cpu_event_free(kvs_cpu_event *event);
+
 /* ---- arena.c: memory for I/O (INV-138) ---- */
 
 /* Maps `length` bytes, 2 MiB aligned, excluded from fork; 0 or -errno. `numa_node` -1: any. */
