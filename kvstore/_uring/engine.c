@@ -334,7 +334,7 @@ static int32_t match_rule(kvs_engine *engine, const kvs_piece *piece, const kvs_
     return -1;
 }
 
-bool kvs_engine_take(kvs_engine *engine, uint64_t now_ns, kvs_run *run) {
+bool kvs_engine_take(kvs_engine *engine, uint64_t now_ns, kvs_dispatch *run) {
     kvs_piece piece;
     if (!kvs_sched_next(engine->sched, now_ns, &piece)) return false;
     if (kvs_table_reserve(&engine->flights, piece.piece + 1) != 0) {
@@ -356,7 +356,7 @@ bool kvs_engine_take(kvs_engine *engine, uint64_t now_ns, kvs_run *run) {
         .flying = true,
     };
     transfer->users++;
-    *run = (kvs_run){
+    *run = (kvs_dispatch){
         .address = flight->address,
         .offset = flight->offset,
         .length = flight->length,

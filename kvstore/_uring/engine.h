@@ -67,7 +67,7 @@ typedef struct {
     uint32_t file_slot; /* of the ring's file table: file_id * 2, + 1 when buffered */
     uint8_t opcode, io_class;
     bool direct, skip; /* skip: the fault shim decides the result, the device sees nothing */
-} kvs_run;
+} kvs_dispatch;
 
 /* What to do once the lock is open again. */
 typedef struct {
@@ -138,7 +138,7 @@ void kvs_engine_lock(kvs_engine *engine);
 void kvs_engine_unlock(kvs_engine *engine, kvs_out *out);
 
 /* All of these are called under the lock. */
-bool kvs_engine_take(kvs_engine *engine, uint64_t now_ns, kvs_run *run);
+bool kvs_engine_take(kvs_engine *engine, uint64_t now_ns, kvs_dispatch *run);
 void kvs_engine_back(kvs_engine *engine, uint32_t piece, int32_t result, uint64_t now_ns,
                      kvs_out *out);
 void kvs_engine_tick(kvs_engine *engine, uint64_t now_ns, kvs_out *out);

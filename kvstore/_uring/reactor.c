@@ -8,7 +8,9 @@
    read on an eventfd, the doorbell, among its own operations. Whoever adds work clears `sleeping`
    under the same lock and rings. Nothing is polled by time; the only timeout is the next deadline.
 
-   With three kernel rings (INV-137) the wait is a poll over their descriptors instead. */
+   With three kernel rings (INV-137) nothing can wait in all of them at once. The doorbell is then
+   registered as the eventfd of each, so that completions ring it too, and the wait is a poll on
+   it. (A poll on a ring's own descriptor is not woken by deferred task work.) */
 #include "engine.h"
 
 #include <liburing.h>
@@ -143,6 +145,7 @@ static int open_rings(kvs_engine *engine) {
         if (reactor->fixed_files && io_uring_register_files_sparse(ring, KVS_FILES_MAX * 2) != 0)
             reactor->fixed_files = false;
         reactor->fixed_buffers[i] = !(without & KVS_WITHOUT_FIXED_BUFFERS);
+        if (count > 1) result = io_uring_register_eventfd(ring, reactor->doorbell);
         if (i == 0 && reactor->fixed_buffers[0])
             reactor->fixed_buffers[0] = io_uring_register_buffers_sparse(ring, KVS_SLABS_MAX) == 0;
     }
@@ -271,7 +274,7 @@ static int find_slab(const kvs_reactor *reactor, uint64_t address, uint32_t leng
     return -1;
 }
 
-static void prepare(kvs_engine *engine, const kvs_run *run) {
+static void prepare(kvs_engine *engine, const kvs_dispatch *run) {
     kvs_reactor *reactor = engine->reactor;
     uint32_t at = reactor->ring_count > 1 ? run->io_class : 0;
     struct io_uring_sqe *sqe = io_uring_get_sqe(&reactor->rings[at]);
@@ -303,7 +306,7 @@ static void prepare(kvs_engine *engine, const kvs_run *run) {
 }
 
 static void arm_doorbell(kvs_reactor *reactor) {
-    if (reactor->doorbell_armed) return;
+    if (reactor->doorbell_armed || reactor->ring_count > 1) return;
     struct io_uring_sqe *sqe = io_uring_get_sqe(&reactor->rings[0]);
     assert(sqe);
     io_uring_prep_read(sqe, reactor->doorbell, &reactor->doorbell_value, 8, 0);
@@ -363,21 +366,23 @@ static void enter_one(kvs_engine *engine, bool wait, uint64_t until_ns) {
 
 static void enter_many(kvs_engine *engine, bool wait, uint64_t until_ns) {
     kvs_reactor *reactor = engine->reactor;
-    struct pollfd polled[RINGS_MAX];
     bool ready = false;
     for (uint32_t i = 0; i < reactor->ring_count; i++) {
-        expect_transient(io_uring_submit_and_get_events(&reactor->rings[i]));
-        ready = ready || io_uring_cq_ready(&reactor->rings[i]);
-        polled[i] = (struct pollfd){.fd = reactor->rings[i].ring_fd, .events = POLLIN};
+        struct io_uring *ring = &reactor->rings[i];
+        if (io_uring_sq_ready(ring)) expect_transient(io_uring_submit_and_get_events(ring));
+        ready = ready || io_uring_cq_ready(ring);
     }
-    if (!wait || ready) return;
-    struct timespec left = {0};
-    uint64_t now_ns = kvs_now_ns();
-    if (until_ns != KVS_NEVER && until_ns > now_ns) left = kvs_timespec(until_ns - now_ns);
-    if (ppoll(polled, reactor->ring_count, until_ns == KVS_NEVER ? NULL : &left, NULL) <= 0)
-        return;
+    if (wait && !ready) {
+        struct pollfd polled = {.fd = reactor->doorbell, .events = POLLIN};
+        struct timespec left = {0};
+        uint64_t now_ns = kvs_now_ns(), value;
+        if (until_ns != KVS_NEVER && until_ns > now_ns) left = kvs_timespec(until_ns - now_ns);
+        ppoll(&polled, 1, until_ns == KVS_NEVER ? NULL : &left, NULL);
+        ssize_t got = read(reactor->doorbell, &value, sizeof value); /* before the rings */
+        (void)got;
+    }
     for (uint32_t i = 0; i < reactor->ring_count; i++)
-        if (polled[i].revents) expect_transient(io_uring_get_events(&reactor->rings[i]));
+        expect_transient(io_uring_get_events(&reactor->rings[i]));
 }
 
 /* ---- the loop ---- */
@@ -399,7 +404,7 @@ static void do_inline_work(kvs_engine *engine, kvs_out *out) {
 static void *reactor_main(void *argument) {
     kvs_engine *engine = argument;
     kvs_reactor *reactor = engine->reactor;
-    kvs_run runs[BATCH];
+    kvs_dispatch runs[BATCH];
     int result = open_rings(engine);
     kvs_engine_lock(engine);
     reactor->started = result == 0 ? 1 : result;
@@ -481,7 +486,9 @@ static void free_reactor(kvs_engine *engine) {
 int kvs_reactor_start(kvs_engine *engine) {
     kvs_reactor *reactor = calloc(1, sizeof *reactor);
     if (!reactor) return -ENOMEM;
-    reactor->doorbell = eventfd(0, EFD_CLOEXEC);
+    /* a read in the ring must wait, a read after a poll must not */
+    int blocking = engine->config.kernel_rings > 1 ? EFD_NONBLOCK : 0;
+    reactor->doorbell = eventfd(0, EFD_CLOEXEC | blocking);
     if (reactor->doorbell < 0) {
         int result = -errno;
         free(reactor);

@@ -15,7 +15,7 @@ struct kvs_workers {
     pthread_t threads[];
 };
 
-static int32_t perform(const kvs_run *run) {
+static int32_t perform(const kvs_dispatch *run) {
     if (run->skip) return 0;
     void *memory = (void *)(uintptr_t)run->address;
     ssize_t result = run->opcode == KVS_OP_READ
@@ -27,7 +27,7 @@ static int32_t perform(const kvs_run *run) {
 /* Does one thing, if there is one; the lock is held on entry and on return. */
 static bool do_one(kvs_engine *engine) {
     kvs_out out = {.count = 0};
-    kvs_run run;
+    kvs_dispatch run;
     kvs_transfer *transfer = kvs_engine_pop_work(engine, true);
     if (transfer) {
         kvs_engine_unlock(engine, &out);
@@ -46,7 +46,8 @@ static bool do_one(kvs_engine *engine) {
         return false;
     }
     out.kick = false; /* this worker goes on itself and wakes the next one when it takes a piece */
-    if (out.count) {
+    bool timer = kvs_engine_next_timer(engine) < engine->awake_at; /* a pause before a retry */
+    if (out.count || timer) {
         kvs_engine_unlock(engine, &out);
         kvs_engine_lock(engine);
     }
