@@ -100,7 +100,7 @@ lint: setup
 	@$(BIN)/clang-format --dry-run -Werror $(filter-out %.cdef.h,$(C_SOURCES))
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports > build/imports.log 2>&1 || { cat build/imports.log; exit 1; }
-	@echo "lint: formats, types and import are clean"
+	@echo "lint: formats, types and import contracts are clean"
 
 build:
 	@mkdir -p build
