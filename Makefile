@@ -94,7 +94,7 @@ format: setup
 
 .PHONY: lint
 lint: setup
-	@$(BIN)/validate-pyproject -q pyproject.toml
+	@$(BIN)/validate-pyproject pyproject.toml > /dev/null
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/clang-format --dry-run -Werror $(filter-out %.cdef.h,$(C_SOURCES))
