@@ -148,6 +148,7 @@ class Scheduler:
             pieces=counts.pieces,
             promotions=counts.promotions,
             aged_dispatches=counts.aged,
+            skipped=counts.skipped,
             read_bytes=counts.read_bytes,
             written_bytes=counts.written_bytes,
             queue_wait=self._histogram(io_class, 0),
