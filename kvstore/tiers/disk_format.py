@@ -328,7 +328,7 @@ def file_bytes(slot_count: int, slot_bytes: int) -> int:
 
 
 def fits_slot(header: SlotHeader, expected: Superblock, page_bytes: int) -> bool:
-    """Return whether recovery may take a slot in: full key, version, epoch, fingerprint (INV-919)."""
+    """Return whether recovery may take a slot in: key, version, epoch, fingerprint (INV-919)."""
     identity = header.identity
     return (
         not header.is_partial

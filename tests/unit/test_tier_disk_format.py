@@ -109,11 +109,7 @@ def test_header_layout_is_fixed() -> None:
     assert not any(raw[208:])
 
 
-@given(
-    st.lists(
-        st.tuples(digest, digest, st.tuples(u64, u64, u64)), min_size=1, max_size=5
-    )
-)
+@given(st.lists(st.tuples(digest, digest, st.tuples(u64, u64, u64)), min_size=1, max_size=5))
 def test_template_fills_the_identities_it_was_asked_for(
     pages: list[tuple[bytes, bytes, tuple[int, int, int]]],
 ) -> None:

@@ -1,0 +1,135 @@
+# make demo: the replay benchmark's table.   make test: all checks.   Both set everything up first.
+#
+# PYTHON is the interpreter that makes the .venv; CC compiles the extension.
+# TORCH is what `make torch` installs for the tests that read device pools as tensors; kvstore
+# itself and its other tests need no torch, and `make setup` never installs it.
+
+PYTHON ?= python3
+CC ?= cc
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+EXTRAS := bench,test,lint
+
+# The build's own requirements, as pyproject.toml names them; in the .venv, so that a rebuild
+# needs no network.
+BUILD_REQUIRES := 'setuptools>=77' 'cffi>=2.1'
+C_SOURCES := $(filter-out kvstore/_uring/_lib.c,$(wildcard kvstore/_uring/*.c kvstore/_uring/*.h))
+
+# Long tests last, and no test twice.
+TESTS ?= tests
+PYTEST_ARGS ?=
+
+export CC
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help:
+	@echo "make demo      replay a workload through all engine and copy options, print the table"
+	@echo "make test      lint, types, import contracts and all tests"
+	@echo "make setup     only the set-up: system packages, .venv, the compiled extension"
+	@echo "make lint      ruff, mypy, import-linter"
+	@echo "make bench     measure raw I/O, bookkeeping and the device path on this machine"
+	@echo "make sanitize  the ring tests with the address and undefined-behaviour sanitizers"
+	@echo "make coverage  the tests with branch coverage"
+	@echo "make torch     install $(TORCH) into the .venv, for the tests that use it"
+	@echo "make clean     remove what was built; make distclean: the .venv too"
+
+# ---------------------------------------------------------------------------------------- set-up
+
+.PHONY: setup
+setup: $(VENV)/.built
+	@$(if $(filter setup,$(MAKECMDGOALS)),echo "setup: $(VENV) is ready",:)
+
+$(VENV)/.system: scripts/system-packages
+	@CFLAGS="$(CFLAGS)" scripts/system-packages "$(PYTHON)"
+	@test -x $(BIN)/python && $(BIN)/python -c 'import pip' 2>/dev/null || { \
+	  echo "setup: making $(VENV) with $$($(PYTHON) --version)"; \
+	  $(PYTHON) -m venv --clear $(VENV); }
+	@touch $@
+
+$(VENV)/.packages: $(VENV)/.system pyproject.toml
+	@echo "setup: installing Python packages"
+	@$(PIP) install $(BUILD_REQUIRES)
+	@$(BIN)/python scripts/requirements.py $(EXTRAS) > $(VENV)/requirements.txt
+	@$(PIP) install -r $(VENV)/requirements.txt
+	@touch $@
+
+# Without the headers a rebuild could only fail: ask again before each one, in milliseconds.
+$(VENV)/.built: $(VENV)/.packages build_uring.py setup.py $(C_SOURCES)
+	@CFLAGS="$(CFLAGS)" scripts/system-packages "$(PYTHON)"
+	@echo "setup: building kvstore"
+	@rm -rf build/temp.* build/lib.* build/bdist.*
+	@$(PIP) install --no-build-isolation --no-deps --editable .
+	@touch $@
+
+.PHONY: torch
+torch: setup
+	@$(BIN)/python -c 'import torch' 2>/dev/null || test -z "$(TORCH)" || $(PIP) install "$(TORCH)"
+
+# --------------------------------------------------------------------------------------- results
+
+.PHONY: demo
+demo: setup
+	@$(BIN)/kvstore-bench replay --ablation $(DEMO_ARGS)
+
+.PHONY: bench
+bench: setup
+	@$(BIN)/kvstore-bench meta
+	@$(BIN)/kvstore-bench device
+	@mkdir -p build/bench
+	@$(BIN)/kvstore-bench io --rw=randread --bs=256k --size=1g --runtime=10 --filename=build/bench/io.dat
+	@$(BIN)/kvstore-bench replay
+
+# ---------------------------------------------------------------------------------------- checks
+
+.PHONY: lint
+lint: setup
+	@$(BIN)/validate-pyproject -q pyproject.toml
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/lint-imports > build/imports.log 2>&1 || { cat build/imports.log; exit 1; }
+	@echo "lint: ruff, mypy and the import contracts are clean"
+
+build:
+	@mkdir -p build
+lint: | build
+
+.PHONY: test
+test: lint
+	@$(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS)
+
+.PHONY: coverage
+coverage: setup
+	@$(BIN)/coverage run -m pytest $(PYTEST_ARGS) $(TESTS)
+	@$(BIN)/coverage report
+
+# The extension is built a second time, aside, with the sanitizers; the preloaded run-time
+# belongs to the compiler. Leaks are not asked for: the interpreter keeps memory until it exits.
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1
+ASAN_LIBRARY = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
+
+.PHONY: sanitize
+sanitize: setup
+	@rm -rf build/sanitize && mkdir -p build/sanitize
+	@cp -R kvstore build_uring.py pyproject.toml tests build/sanitize/ && cp -R bench build/sanitize/kvstore_bench
+	@rm -f build/sanitize/kvstore/_uring/*.so build/sanitize/kvstore/_uring/*.o
+	@cd build/sanitize && CFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" ../../$(BIN)/python build_uring.py
+	@cd build/sanitize && LD_PRELOAD="$(ASAN_LIBRARY)" ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 \
+	  PYTHONPATH=. PYTHONMALLOC=malloc ../../$(BIN)/python -m pytest $(PYTEST_ARGS) tests/uring
+
+# -------------------------------------------------------------------------------------- clean-up
+
+.PHONY: clean distclean
+clean:
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache \
+	  .hypothesis .coverage htmlcov kvstore/_uring/_lib.c kvstore/_uring/_lib*.so kvstore/_uring/*.o
+	@rm -f $(VENV)/.built
+	@find kvstore bench tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	@rm -rf $(VENV)

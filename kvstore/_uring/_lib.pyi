@@ -1,0 +1,7 @@
+import cffi
+
+class _Lib:
+    def __getattr__(self, name: str) -> object: ...
+
+ffi: cffi.FFI
+lib: _Lib
