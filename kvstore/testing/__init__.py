@@ -1,1 +1,46 @@
-"""The public test kit: virtual time, a simulated engine and device, a reference model."""
+"""The public test kit: virtual time, a simulated engine and device, fault plans, page patterns.
+
+Production code never imports it.
+"""
+
+from __future__ import annotations
+
+from kvstore.testing.completions import SimCompletions as SimCompletions
+from kvstore.testing.device import SimDevice as SimDevice
+from kvstore.testing.device import SimEvent as SimEvent
+from kvstore.testing.device import SimPool as SimPool
+from kvstore.testing.device import SimStream as SimStream
+from kvstore.testing.engine import SimEngine as SimEngine
+from kvstore.testing.faults import Fault as Fault
+from kvstore.testing.faults import FaultKind as FaultKind
+from kvstore.testing.faults import FaultPlan as FaultPlan
+from kvstore.testing.files import SimFile as SimFile
+from kvstore.testing.gate import SimGateWords as SimGateWords
+from kvstore.testing.loop import SimClock as SimClock
+from kvstore.testing.loop import SimDeadlock as SimDeadlock
+from kvstore.testing.loop import SimLoop as SimLoop
+from kvstore.testing.memory import SimMemory as SimMemory
+from kvstore.testing.memory import memory_view as memory_view
+from kvstore.testing.pattern import check_pattern as check_pattern
+from kvstore.testing.pattern import pattern as pattern
+
+__all__ = [
+    "Fault",
+    "FaultKind",
+    "FaultPlan",
+    "SimClock",
+    "SimCompletions",
+    "SimDeadlock",
+    "SimDevice",
+    "SimEngine",
+    "SimEvent",
+    "SimFile",
+    "SimGateWords",
+    "SimLoop",
+    "SimMemory",
+    "SimPool",
+    "SimStream",
+    "check_pattern",
+    "memory_view",
+    "pattern",
+]
