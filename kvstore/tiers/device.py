@@ -6,17 +6,24 @@ memory. Completion arrives through the store's completion queue; nobody waits he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import numpy as np
 
 from kvstore import config as cfg
 from kvstore._uring.base import Completions
-from kvstore.devices.base import CopyDirection, Device, DevicePool, Stream
+from kvstore.devices.base import CopyDirection, Device, DevicePool, HostLayout, SlotIds, Stream
 from kvstore.errors import ConfigError
-from kvstore.tiers.host import HostPool
+
+
+class HostSlots(Protocol):
+    """Slots in host memory, of whichever tier or landing zone."""
+
+    def split(self, slot_ids: Sequence[int]) -> Iterator[tuple[HostLayout, list[int], SlotIds]]:
+        """Split a batch by layout: (layout, positions in the batch, slot ids in the layout)."""
+        ...
 
 
 @final
@@ -25,7 +32,7 @@ class CopyBatch:
     """Pages that go between one device pool and one host pool in one call."""
 
     group: int
-    host: HostPool
+    host: HostSlots
     direction: CopyDirection
     device_slots: list[int]
     host_slots: list[int]
