@@ -589,6 +589,14 @@ class DiskTier:
             transfer.handle = handle
             transfer.is_submitted = True
 
+    def promote(self, transfer: Transfer) -> None:
+        """Raise a submitted background write to required (INV-108)."""
+        self._engine.promote(transfer.handle)
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Withdraw what is queued of a transfer; its END completion still comes (INV-118)."""
+        self._engine.cancel(transfer.handle)
+
     def _fill_numbers(
         self, queue: Completions, transfers: Sequence[Transfer], records: Submissions
     ) -> None:
