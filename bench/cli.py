@@ -68,7 +68,7 @@ def error_line(error: click.ClickException | ConfigError) -> str:
         case click.BadParameter(param_hint=str(hint)) if hint:
             name = hint
         case click.BadParameter(param=click.Parameter() as param):
-            name = max(param.opts, key=len) if param.opts else (param.name or "")
+            name = " / ".join(param.opts) or (param.name or "")
         case click.FileError():
             name = error.ui_filename
         case click.UsageError() if error.ctx is not None:

@@ -185,6 +185,11 @@ class Ticket:
         self.slot = slot
 
     @property
+    def words(self) -> GateWords:
+        """The ring of words this ticket belongs to."""
+        return self._words
+
+    @property
     def status(self) -> int | None:
         """The verdict, read only after the flag (INV-206)."""
         return self._words.ticket_status(self)

@@ -33,6 +33,10 @@ RECORD_DTYPE = np.dtype(
 )
 HUGE_PAGE_BYTES = 2 * MIB
 END = int(CompletionFlag.END)
+#: Tokens from here on belong to `CompletionQueue.bulk` ranges.
+BULK_TOKENS = 1 << 62
+#: Called on the loop with all records of one wake-up, valid during the call.
+BulkHandler = Callable[[npt.NDArray[np.void]], Any]
 
 
 def xxh3_64(buffer: Any) -> int:
@@ -57,7 +61,17 @@ class CompletionQueue:
     ``handle`` is what C code posts to; a native poster that outlives a call takes a reference.
     """
 
-    __slots__ = ("__weakref__", "_callbacks", "_handle", "_loop", "_next_token", "_records", "_view")
+    __slots__ = (
+        "__weakref__",
+        "_bulk",
+        "_callbacks",
+        "_handle",
+        "_loop",
+        "_next_bulk",
+        "_next_token",
+        "_records",
+        "_view",
+    )
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, capacity: int = 1024) -> None:
         handle = lib.kvs_cq_new(capacity)
@@ -67,6 +81,8 @@ class CompletionQueue:
         self._loop = loop
         self._callbacks: dict[int, CompletionCallback] = {}
         self._next_token = 1
+        self._bulk: dict[int, tuple[int, BulkHandler]] = {}
+        self._next_bulk = BULK_TOKENS
         self._records = np.zeros(REAP_RECORDS_MAX, RECORD_DTYPE)
         self._view = ffi.from_buffer("kvs_record[]", self._records, require_writable=True)
         loop.add_reader(lib.kvs_cq_fd(handle), self._on_readable)
@@ -104,6 +120,23 @@ class CompletionQueue:
         """Forget a token; a late completion for it is ignored."""
         self._callbacks.pop(token, None)
 
+    def bulk(self, count: int, handler: BulkHandler) -> int:
+        """Reserve ``count`` consecutive tokens and return the first; END does not end them.
+
+        Shapes: ``handler(records)`` gets (n,) of `RECORD_DTYPE`, all records of the range in one
+        wake-up, valid during the call. For callers that keep many transfers open and answer
+        them in batches; a callback per record costs more than the transfer at 16 KiB.
+        """
+        check_int("count", count, 1)
+        first = self._next_bulk
+        self._next_bulk += count
+        self._bulk[first] = (count, handler)
+        return first
+
+    def discard_bulk(self, first: int) -> None:
+        """Forget a range; late completions for it are ignored."""
+        self._bulk.pop(first, None)
+
     def close(self) -> None:
         """Stop watching the descriptor; pending records are dropped. Safe on a closed loop.
 
@@ -114,6 +147,7 @@ class CompletionQueue:
             return
         lib.kvs_cq_close(handle)
         self._callbacks.clear()
+        self._bulk.clear()
         if self._loop.is_closed():
             lib.kvs_cq_release(handle)
             return
@@ -129,8 +163,11 @@ class CompletionQueue:
         if self._handle is None:
             return
         count = lib.kvs_cq_reap(self._handle, self._view, REAP_RECORDS_MAX)
+        records = self._records[:count]
+        if self._bulk:
+            records = self._handle_bulk(records)
         callbacks = self._callbacks
-        for token, value, status, flags in self._records[:count].tolist():
+        for token, value, status, flags in records.tolist():
             callback = callbacks.pop(token, None) if flags & END else callbacks.get(token)
             if callback is None:
                 continue
@@ -140,6 +177,29 @@ class CompletionQueue:
                 self._loop.call_exception_handler(
                     {"message": "a completion callback failed", "exception": error}
                 )
+
+    def _handle_bulk(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+        """Hand each range its records and return those that have a callback of their own."""
+        tokens = records["token"]
+        in_bulk = tokens >= BULK_TOKENS
+        if not in_bulk.any():
+            return records
+        for first, (count, handler) in list(self._bulk.items()):
+            mine = (tokens >= first) & (tokens < first + count)
+            if mine.all():
+                self._call_bulk(handler, records)
+                return records[:0]
+            if mine.any():
+                self._call_bulk(handler, records[mine])
+        return records[~in_bulk]
+
+    def _call_bulk(self, handler: BulkHandler, records: npt.NDArray[np.void]) -> None:
+        try:
+            handler(records)
+        except Exception as error:  # noqa: BLE001 - one bad handler must not lose the others
+            self._loop.call_exception_handler(
+                {"message": "a completion handler failed", "exception": error}
+            )
 
 
 class OldestTicket(NamedTuple):
@@ -238,7 +298,9 @@ class GateRing:
     def counts(self) -> dict[str, int]:
         """Tickets ``taken``, ``good``, ``failed`` and ``open``: taken is the sum (INV-811)."""
         lib.kvs_gates_count(self.handle, self._counts)
-        return {name: int(getattr(self._counts, name)) for name in ("taken", "good", "failed", "open")}
+        return {
+            name: int(getattr(self._counts, name)) for name in ("taken", "good", "failed", "open")
+        }
 
     def close(self) -> None:
         """Publish what is open as failed, then give the words up; a second call does nothing.
@@ -261,7 +323,15 @@ class Arena:
     views: the owner drains them first. `leak` gives the memory up on purpose (INV-139).
     """
 
-    __slots__ = ("__weakref__", "_finalizer", "_huge_pages", "_root", "address", "length", "slab_bytes")
+    __slots__ = (
+        "__weakref__",
+        "_finalizer",
+        "_huge_pages",
+        "_root",
+        "address",
+        "length",
+        "slab_bytes",
+    )
 
     def __init__(
         self, length_bytes: int, *, slab_bytes: int = GIB, numa_node: int | None = None
@@ -274,9 +344,7 @@ class Arena:
         out = ffi.new("uint64_t *")
         result = lib.kvs_arena_map(length, -1 if numa_node is None else numa_node, out)
         if result < 0:
-            raise CapacityError(
-                f"cannot map {length} bytes: {os.strerror(-result)}", errno=-result
-            )
+            raise CapacityError(f"cannot map {length} bytes: {os.strerror(-result)}", errno=-result)
         self.address = int(out[0])
         self.length = length
         self.slab_bytes = slab_bytes

@@ -76,6 +76,84 @@ int kvs_gates_oldest(kvs_gates *gates, kvs_ticket *ticket, uint64_t *taken_ns);
 /* 1 if this build has the store barrier that the device needs between data and flag (INV-217). */
 int kvs_gate_has_barrier(void);
 
+/* ---- devices: cpudev.c, watch.c, cudacopy.c ---- */
+
+/* Status of a completion that carries a device error: KVS_DEVICE_STATUS - code. */
+enum { KVS_DEVICE_STATUS = -20000 };
+
+/* Where the pages of one pool and one host area lie. A page is piece_count pieces on the device
+   (one per base address) and one contiguous payload on the host, pieces in order. */
+typedef struct kvs_pages {
+    const uint64_t *piece_bases;
+    const uint64_t *piece_strides;
+    const uint64_t *piece_bytes;
+    uint64_t piece_count;
+    uint64_t host_base;
+    uint64_t slot_bytes;
+    uint64_t slots_per_slab;
+    uint64_t slab_bytes;
+    uint64_t payload_offset;
+} kvs_pages;
+
+typedef struct kvs_run {
+    uint64_t target;
+    uint64_t source;
+    uint64_t bytes;
+} kvs_run;
+
+/* Write the runs of `count` pages, contiguous neighbours merged; returns how many. `runs` has room
+   for count * piece_count. */
+uint64_t kvs_pages_expand(const kvs_pages *pages, const int32_t *device_slots,
+                          const int32_t *host_slots, uint64_t count, int to_device, kvs_run *runs);
+
+/* The CPU device. Calls return 0, a positive device code, or -errno. */
+typedef struct kvs_cpu kvs_cpu;
+typedef struct kvs_cpu_event kvs_cpu_event;
+typedef struct kvs_cpu_config {
+    uint32_t queue_count;
+    uint32_t queue_depth;
+    uint64_t bytes_per_s;
+    uint64_t latency_ns;
+    uint64_t shuffle_seed;
+    uint64_t full_timeout_ns;
+    int early_reads;
+} kvs_cpu_config;
+typedef struct kvs_cpu_counters {
+    uint64_t batches;
+    uint64_t pages_to_device;
+    uint64_t pages_to_host;
+    uint64_t bytes_to_device;
+    uint64_t bytes_to_host;
+    uint64_t notified;
+    uint64_t gates_waited;
+} kvs_cpu_counters;
+
+kvs_cpu *kvs_cpu_new(const kvs_cpu_config *config);
+int kvs_cpu_close(kvs_cpu *device, uint64_t timeout_ns);
+void kvs_cpu_fail(kvs_cpu *device, int code);
+int kvs_cpu_error(kvs_cpu *device);
+void kvs_cpu_inject(kvs_cpu *device, uint64_t nth_copy, int code);
+int kvs_cpu_copy(kvs_cpu *device, uint32_t stream, const kvs_pages *pages,
+                 const int32_t *device_slots, const int32_t *host_slots, uint64_t count,
+                 int to_device);
+int kvs_cpu_wait_event(kvs_cpu *device, uint32_t stream, kvs_cpu_event *event);
+/* `sleepers`: address of the word's count of native sleepers, which its publisher looks at, or 0
+   for a word that is always woken (written by `kvs_cpu_write_word`). */
+int kvs_cpu_wait_word(kvs_cpu *device, uint32_t stream, uint64_t word, uint64_t value, int bits,
+                      uint64_t sleepers);
+int kvs_cpu_write_word(kvs_cpu *device, uint32_t stream, uint64_t word, uint64_t value);
+int kvs_cpu_work(kvs_cpu *device, uint32_t stream, uint64_t address, uint64_t bytes, int value,
+                 uint64_t duration_ns);
+int kvs_cpu_record(kvs_cpu *device, uint32_t stream, kvs_cpu_event *event);
+int kvs_cpu_notify(kvs_cpu *device, uint32_t stream, kvs_cq *queue, uint64_t token);
+int kvs_cpu_notify_event(kvs_cpu *device, kvs_cpu_event *event, kvs_cq *queue, uint64_t token);
+int kvs_cpu_synchronize(kvs_cpu *device, uint64_t timeout_ns);
+uint64_t kvs_cpu_pending(kvs_cpu *device, uint32_t stream);
+void kvs_cpu_count(kvs_cpu *device, kvs_cpu_counters *out);
+kvs_cpu_event *kvs_cpu_event_new(void);
+int kvs_cpu_event_query(const kvs_cpu_event *event);
+void kvs_cpu_event_free(kvs_cpu_event *event);
+
 /* ---- arena.c: memory for I/O (INV-138) ---- */
 
 /* Maps `length` bytes, 2 MiB aligned, excluded from fork; 0 or -errno. `numa_node` -1: any. */
@@ -87,3 +165,94 @@ int kvs_arena_unmap(uint64_t address, uint64_t length);
 /* ---- checksum.c ---- */
 
 uint64_t kvs_xxh3_64(const void *data, uint64_t length);
+
+/* ---- sched.c: which piece goes next; explicit time, no system calls, no globals ---- */
+
+enum { KVS_READ = 0, KVS_REQUIRED = 1, KVS_BACKGROUND = 2, KVS_CLASSES = 3 };
+enum { KVS_OP_READ = 0, KVS_OP_WRITE = 1 };
+enum {
+    KVS_POLICY_KVSTORE = 0,  /* INV-101 to INV-107, INV-136 */
+    KVS_POLICY_UPSTREAM = 1, /* classes and ageing, no byte bounds, turns 1 in 2: the peer row */
+    KVS_POLICY_FIFO = 2      /* one queue, no classes, no bounds: the baseline row */
+};
+enum { KVS_HISTOGRAM_BUCKETS = 1024 };
+enum { KVS_WAIT = 0, KVS_SERVICE = 1 };
+
+typedef struct {
+    uint64_t total_bytes;          /* in the device */
+    uint64_t required_bytes;       /* in the device */
+    uint64_t background_bytes;     /* in the device */
+    uint64_t background_bytes_max; /* issued but not yet written (INV-111) */
+    uint64_t required_age_ns;
+    uint64_t background_age_ns;
+    uint64_t read_linger_ns; /* how long a finished read counts as in flight (INV-136) */
+    uint32_t read_piece_bytes;
+    uint32_t write_piece_bytes;
+    uint32_t background_turn;
+    uint32_t depth; /* pieces in the device (INV-128) */
+    uint32_t policy;
+    uint32_t reserved;
+} kvs_sched_config;
+
+typedef struct {
+    uint64_t offset; /* in the transfer, header included */
+    uint64_t queued_ns;
+    uint32_t length;
+    uint32_t piece; /* a piece that was put back keeps its number */
+    uint32_t transfer;
+    uint8_t io_class;
+    uint8_t opcode;
+    uint8_t aged;
+    uint8_t again; /* 1: it was put back before */
+} kvs_piece;
+
+/* INV-808: issued + promoted_in = done + failed + withdrawn + promoted_out + queued + inflight. */
+typedef struct {
+    uint64_t issued_bytes, promoted_in_bytes, promoted_out_bytes;
+    uint64_t done_bytes, failed_bytes, withdrawn_bytes;
+    uint64_t queued_bytes, inflight_bytes; /* gauges */
+    uint64_t read_bytes, written_bytes;
+    uint64_t transfers, pieces, promotions, aged, skipped;
+    uint64_t inflight_pieces; /* gauge */
+} kvs_class_counts;
+
+typedef struct {
+    uint64_t counts[1024];
+    uint64_t total, sum_ns, max_ns;
+} kvs_histogram;
+
+typedef struct kvs_sched kvs_sched;
+
+kvs_sched *kvs_sched_new(const kvs_sched_config *config);
+void kvs_sched_free(kvs_sched *sched);
+/* Makes room for transfer numbers below `count`; 0 or -ENOMEM. */
+int kvs_sched_reserve(kvs_sched *sched, uint32_t count);
+/* Announces a transfer, its pieces not yet queued, and charges the background cap. 0, -ENOBUFS
+   above the cap (counted as skipped), -ENOMEM. `transfer` is the caller's number, free till now. */
+int kvs_sched_add(kvs_sched *sched, uint32_t transfer, uint32_t io_class, uint32_t opcode,
+                  uint32_t header_bytes, uint64_t bytes);
+/* Queues the pieces of an announced transfer. */
+void kvs_sched_ready(kvs_sched *sched, uint32_t transfer, uint64_t now_ns);
+/* 1: raised from background to required (INV-108); 0: nothing changed (INV-110). */
+int kvs_sched_promote(kvs_sched *sched, uint32_t transfer, uint64_t now_ns);
+/* Takes all queued pieces out; returns their bytes. */
+uint64_t kvs_sched_withdraw(kvs_sched *sched, uint32_t transfer);
+/* 1 and the next piece, which is now in the device; 0 when nothing may go. */
+int kvs_sched_next(kvs_sched *sched, uint64_t now_ns, kvs_piece *piece);
+/* 1 if kvs_sched_next would return a piece. */
+int kvs_sched_peek(kvs_sched *sched, uint64_t now_ns);
+/* A piece left the device for good. */
+void kvs_sched_done(kvs_sched *sched, uint32_t piece, int ok, uint64_t now_ns);
+/* A piece left the device with `bytes` of it done; the rest goes to the head of its queue with
+   its old arrival time (INV-116). */
+void kvs_sched_again(kvs_sched *sched, uint32_t piece, uint64_t bytes, uint64_t now_ns);
+/* Bytes of a transfer still queued, and pieces of it in the device. */
+uint64_t kvs_sched_queued(const kvs_sched *sched, uint32_t transfer);
+uint32_t kvs_sched_inflight(const kvs_sched *sched, uint32_t transfer);
+/* Forgets a transfer with nothing queued and nothing in the device; its number is free. */
+void kvs_sched_remove(kvs_sched *sched, uint32_t transfer);
+uint64_t kvs_sched_background_bytes(const kvs_sched *sched); /* charged against the cap */
+uint64_t kvs_sched_background_room(const kvs_sched *sched);
+void kvs_sched_count(const kvs_sched *sched, uint32_t io_class, kvs_class_counts *counts);
+void kvs_sched_histogram(const kvs_sched *sched, uint32_t io_class, uint32_t kind,
+                         kvs_histogram *histogram);

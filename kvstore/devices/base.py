@@ -17,8 +17,37 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore._uring.base import Completions, Ticket
+from kvstore.errors import DeviceError
 
 SlotIds = npt.NDArray[np.int32]
+
+#: A completion that carries a device error has the status ``DEVICE_STATUS - code``.
+DEVICE_STATUS = -20_000
+#: Driver codes used by every device, with the driver's meaning.
+CODE_INVALID_VALUE = 1
+CODE_OUT_OF_MEMORY = 2
+CODE_DEINITIALIZED = 4
+CODE_LAUNCH_FAILED = 719
+CODE_NOT_SUPPORTED = 801
+CODE_CAPTURE_UNSUPPORTED = 900
+CODE_CAPTURE_INVALIDATED = 901
+#: Codes after which a context is lost; every later call returns them (INV-917).
+STICKY_CODES = frozenset({4, 46, 201, 214, 219, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717,
+                          718, 719, 720, 721, 999})
+
+
+def device_error(code: int, what: str) -> DeviceError:
+    """Return the exception for a driver code; ``is_sticky`` says whether the device is lost."""
+    sticky = code in STICKY_CODES
+    lost = "; the device is lost" if sticky else ""
+    return DeviceError(f"{what}: device error {code}{lost}", code=code, is_sticky=sticky)
+
+
+def error_from_status(status: int, what: str = "device work") -> DeviceError | None:
+    """Return the error a completion carries, or None if its status is no device error."""
+    if status > DEVICE_STATUS:
+        return None
+    return device_error(DEVICE_STATUS - status, what)
 
 
 class CopyDirection(Enum):

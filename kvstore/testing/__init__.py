@@ -8,12 +8,14 @@ from __future__ import annotations
 from kvstore.testing.completions import SimCompletions as SimCompletions
 from kvstore.testing.device import SimDevice as SimDevice
 from kvstore.testing.device import SimEvent as SimEvent
-from kvstore.testing.device import SimPool as SimPool
 from kvstore.testing.device import SimStream as SimStream
+from kvstore.testing.device import read_page as read_page
+from kvstore.testing.device import write_page as write_page
 from kvstore.testing.engine import SimEngine as SimEngine
 from kvstore.testing.faults import Fault as Fault
 from kvstore.testing.faults import FaultKind as FaultKind
 from kvstore.testing.faults import FaultPlan as FaultPlan
+from kvstore.testing.files import SimDisk as SimDisk
 from kvstore.testing.files import SimFile as SimFile
 from kvstore.testing.gate import SimGateWords as SimGateWords
 from kvstore.testing.loop import SimClock as SimClock
@@ -21,6 +23,9 @@ from kvstore.testing.loop import SimDeadlock as SimDeadlock
 from kvstore.testing.loop import SimLoop as SimLoop
 from kvstore.testing.memory import SimMemory as SimMemory
 from kvstore.testing.memory import memory_view as memory_view
+from kvstore.testing.model import History as History
+from kvstore.testing.model import ReferenceModel as ReferenceModel
+from kvstore.testing.model import token_rows as token_rows
 from kvstore.testing.pattern import check_pattern as check_pattern
 from kvstore.testing.pattern import pattern as pattern
 
@@ -28,19 +33,24 @@ __all__ = [
     "Fault",
     "FaultKind",
     "FaultPlan",
+    "History",
+    "ReferenceModel",
     "SimClock",
     "SimCompletions",
     "SimDeadlock",
     "SimDevice",
+    "SimDisk",
     "SimEngine",
     "SimEvent",
     "SimFile",
     "SimGateWords",
     "SimLoop",
     "SimMemory",
-    "SimPool",
     "SimStream",
     "check_pattern",
     "memory_view",
     "pattern",
+    "read_page",
+    "token_rows",
+    "write_page",
 ]

@@ -135,6 +135,24 @@ class SimGateWords:
         """Return the host address of a flag word."""
         return self._memory.address + word * WORD_BYTES
 
+    def passed(self, ticket: Ticket) -> bool:
+        """Return whether a device that waits for this ticket may go on."""
+        return self.is_passed(ticket.word, ticket.generation)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Tickets ``taken``, ``good``, ``failed`` and ``open``: taken is the sum (INV-811)."""
+        return {
+            "taken": self.tickets_taken,
+            "good": self.tickets_good,
+            "failed": self.tickets_failed,
+            "open": self.open_count,
+        }
+
+    def close(self) -> None:
+        """Publish what is open as failed; a second call does nothing."""
+        self.publish_all(CANCELLED)
+
     def is_passed(self, word: int, generation: int) -> bool:
         """Return whether a stream that waits for ``word >= generation`` would go on (INV-209)."""
         return bool(self._flags[word] >= generation)

@@ -3,7 +3,8 @@
 The selector never blocks: a positive timeout moves the clock, and no timeout at all means that
 nothing can ever happen, which is a deadlock and raises. Latencies and faults of the simulated
 parts are seeded; the ready queue is not, because FIFO `call_soon` is a promise of asyncio. anyio
-task groups and cancel scopes run on it unchanged; threads do not.
+task groups and cancel scopes run on it unchanged. Threads have no place in virtual time: what is
+given to `asyncio.to_thread`, `run_in_executor` or `anyio.to_thread.run_sync` runs inline.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import asyncio
 import selectors
 from collections.abc import Callable, Mapping
 from typing import Any, cast, final
+
+import anyio.lowlevel
+import anyio.to_thread
 
 
 class SimDeadlock(RuntimeError):
@@ -86,6 +90,22 @@ class SimLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Return the virtual time in seconds."""
         return self.clock.now_ns / 1e9
+
+    def run_forever(self) -> None:
+        """Run until stopped; meanwhile `anyio.to_thread.run_sync` runs inline on this loop."""
+        threaded = anyio.to_thread.run_sync
+
+        async def run_sync(func: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            if not isinstance(asyncio.get_running_loop(), SimLoop):
+                return await threaded(func, *args, **options)
+            await anyio.lowlevel.checkpoint()
+            return func(*args)
+
+        anyio.to_thread.run_sync = run_sync  # type: ignore[assignment]
+        try:
+            super().run_forever()
+        finally:
+            anyio.to_thread.run_sync = threaded
 
     def run_in_executor(  # type: ignore[override]  # no thread, so no Executor either
         self,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import anyio
+import anyio.to_thread
 import pytest
 
 from kvstore.testing import SimClock, SimCompletions, SimDeadlock, SimLoop
@@ -108,9 +110,21 @@ async def test_native_cancel_reaches_a_task():
 
 async def test_executor_work_runs_inline():
     """Threads have no place in virtual time: to_thread runs its function at once."""
-    assert 42 == await asyncio.to_thread(lambda: 42)
+    ident = threading.get_ident()
+    assert ident == await asyncio.to_thread(threading.get_ident)
+    assert ident == await anyio.to_thread.run_sync(threading.get_ident)
     with pytest.raises(ValueError, match="inside"):
         await asyncio.to_thread(_fail)
+
+
+def test_other_loops_keep_their_threads():
+    """After a simulation has run, anyio uses worker threads again."""
+    _run(asyncio.sleep(1))
+
+    async def main() -> int:
+        return await anyio.to_thread.run_sync(threading.get_ident)
+
+    assert threading.get_ident() != asyncio.run(main())
 
 
 def _fail() -> None:
