@@ -20,12 +20,13 @@ from typing import Any, final
 
 import numpy as np
 
-from kvstore._uring.base import CANCELLED, DEADLINE, OK, CompletionFlag, Completions, Opcode, Ticket
+from kvstore._uring.base import CANCELLED, DEADLINE, OK, CompletionFlag, Completions, Opcode
 from kvstore.config import IoClass, Tier
 from kvstore.core.page import Move, MoveState, Page
 from kvstore.core.tables import Tables
 from kvstore.devices.base import CopyDirection, Stream
 from kvstore.errors import DeviceError, KVStoreError, StoreClosed
+from kvstore.gate import GateTicket
 from kvstore.tiers import disk as disk_tier
 from kvstore.tiers import disk_format
 from kvstore.tiers.device import CopyBatch, DeviceTier
@@ -703,8 +704,7 @@ class Executor:
         self,
         moves: Sequence[Move],
         stream: Stream,
-        take: Callable[[int], Ticket | None],
-        publish: Callable[[Ticket, int], Any],
+        reserve: Callable[[Sequence[int]], list[GateTicket] | None],
         deadline_ns: int,
     ) -> Gated | None:
         """Enqueue freshly planned restores behind tickets, one per pool group (INV-202).
@@ -721,16 +721,12 @@ class Executor:
                 return None
             reads, recalls = by_group.setdefault(move.page.group, ([], []))
             (reads if job.transfer is not None else recalls).append(job)
-        gated = Gated()
-        for group, (reads, _) in sorted(by_group.items()):
-            ticket = take(len(reads)) if reads else None
-            if reads and ticket is None:
-                for taken in gated.tickets.values():
-                    publish(taken, CANCELLED)
-                return None
-            if ticket is not None:
-                gated.tickets[group] = ticket
-        self._submit_gated(by_group, gated, publish, deadline_ns)
+        groups = sorted(group for group, (reads, _) in by_group.items() if reads)
+        tickets = reserve([len(by_group[group][0]) for group in groups]) if groups else []
+        if tickets is None:
+            return None
+        gated = Gated(dict(zip(groups, tickets, strict=True)))
+        self._submit_gated(by_group, gated, deadline_ns)
         for group, (reads, recalls) in sorted(by_group.items()):
             self._enqueue_gated(stream, group, reads, recalls, gated)
         self._schedule_flush()
@@ -750,7 +746,6 @@ class Executor:
         self,
         by_group: dict[int, tuple[list[_Job], list[_Job]]],
         gated: Gated,
-        publish: Callable[[Ticket, int], Any],
         deadline_ns: int,
     ) -> None:
         batch: list[Transfer] = []
@@ -758,7 +753,7 @@ class Executor:
             for job in reads:
                 assert job.transfer is not None
                 job.is_gated = True
-                job.transfer.ticket = gated.tickets[group]
+                job.transfer.ticket = gated.tickets[group].ticket
                 job.transfer.deadline_ns = deadline_ns
                 batch.append(job.transfer)
         if not batch:
@@ -771,7 +766,7 @@ class Executor:
         except (KVStoreError, OSError):
             # INV-215: published as failed before anything else happens.
             for ticket in gated.tickets.values():
-                publish(ticket, CANCELLED)
+                ticket.publish(CANCELLED)
             for reads, _ in by_group.values():
                 for job in reads:
                     job.status = CANCELLED
@@ -792,7 +787,7 @@ class Executor:
         if not reads:
             return
         try:
-            stream.wait_ticket(gated.tickets[group])
+            gated.tickets[group].enqueue_wait()
         except KVStoreError as error:
             logger.info("gate wait refused, group %d goes on in await mode: %s", group, error)
             gated.is_partial = True
@@ -822,8 +817,8 @@ class Gated:
 
     __slots__ = ("events", "is_partial", "tickets")
 
-    def __init__(self) -> None:
-        self.tickets: dict[int, Ticket] = {}
+    def __init__(self, tickets: dict[int, GateTicket]) -> None:
+        self.tickets = tickets
         self.events: dict[int, Any] = {}
         self.is_partial = False
 

@@ -22,13 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import config as cfg
-from kvstore._uring.base import DEADLINE, OK, Ticket
+from kvstore._uring.base import DEADLINE, OK
 from kvstore.core.page import Move, Page, PageState
 from kvstore.core.slots import Fence
 from kvstore.core.tables import Applied, Refusal, Tables
 from kvstore.devices.base import Stream
 from kvstore.errors import DeadlineError, EngineError, LogicError, OutOfPages, PagesLost
 from kvstore.executor import RETRY, Executor, Flight, Gated
+from kvstore.gate import GateTicket
 from kvstore.keys import BlockKey, KeyChain, Tokens, scope_key, token_bytes
 
 PageTable = npt.NDArray[np.int32]
@@ -84,7 +85,7 @@ class StoreServices(Protocol):
         """Turn a caller's fence into one of the tables; None has passed (INV-338)."""
         ...
 
-    def take_gate(self) -> GateLease | None:
+    def take_gate(self, behind: Stream | None) -> GateLease | None:
         """Reserve a gated stream, or None: busy or not supported (INV-211)."""
         ...
 
@@ -106,16 +107,12 @@ class GateLease(Protocol):
 
     stream: Stream
 
-    def take(self, transfer_count: int) -> Ticket | None:
-        """Take a ticket."""
+    def reserve(self, transfers: Sequence[int]) -> list[GateTicket] | None:
+        """Take one ticket per entry, all or none; None is `GateBusy`, counted (INV-211)."""
         ...
 
-    def publish(self, ticket: Ticket, status: int) -> bool:
-        """Publish a ticket that no transfer will."""
-        ...
-
-    def end(self, tickets: Iterable[Ticket]) -> None:
-        """Release tickets and the stream."""
+    def end(self, tickets: Iterable[GateTicket], *, is_fallback: bool = False) -> None:
+        """Release tickets and the stream; ``is_fallback`` counts a restore that awaits instead."""
         ...
 
 
@@ -724,16 +721,16 @@ class Session:
         """Enqueue everything behind the gate; otherwise return what was started for await mode."""
         self._cut_lost(restore)
         wanted = self._unlocked_pages()
-        lease = self.store.take_gate()
+        lease = self.store.take_gate(None if stream is None else self._stream)
         if lease is None:
             return None
         started = self.store.restores.start_now(self, wanted)
         if not isinstance(started, Started):
-            lease.end(())
+            lease.end((), is_fallback=True)
             return None
         gated = self._enqueue_gated(started, lease, deadline)
         if gated is None:
-            lease.end(())
+            lease.end((), is_fallback=True)
             return started
         restore.is_gated = True
         restore._flight = started.flight  # noqa: SLF001  the restore is ours
@@ -755,7 +752,7 @@ class Session:
             return None  # somebody else's transfer is on its way: its verdict comes by the loop
         seconds = self.store.config.io.deadline if deadline is None else deadline
         return self.store.executor.start_gated(
-            moves, lease.stream, lease.take, lease.publish, self._deadline_ns(seconds)
+            moves, lease.stream, lease.reserve, self._deadline_ns(seconds)
         )
 
     def _deadline_ns(self, seconds: float) -> int:
