@@ -696,7 +696,7 @@ class Executor:
             flights.remove(flight)
             if not flights:
                 del self._waiters[page]
-                self._tables.cancel_restore(page)
+                self._tables.abandon([page])
 
     # The gate.
 

@@ -77,7 +77,7 @@ class StoreServices(Protocol):
         """Wrap a caller's stream; None is the store's default stream."""
         ...
 
-    def grant(self, stream: Stream | None, pages: Iterable[Page]) -> None:
+    def grant(self, stream: Stream | None, fences: Sequence[Fence]) -> None:
         """Let the stream wait until freshly granted slots are drained (INV-338, INV-417)."""
         ...
 
@@ -401,7 +401,10 @@ class RestoreQueue:
         for group, count in enumerate(need):
             if self._open[group] and self._open[group] + count > self.budgets[group]:
                 return None
-        plan = tables.plan_restore(pages)
+        rows: list[list[Page]] = [[] for _ in self.budgets]
+        for page in pages:
+            rows[page.group].append(page)
+        plan = tables.plan_restore(rows)
         if isinstance(plan, Refusal):
             return plan
         applied = tables.apply(plan)
@@ -663,9 +666,8 @@ class Session:
         return False
 
     def _drop_pages(self, rows: Iterable[Sequence[Page | None]], keep: set[Page | None]) -> None:
-        """Give up locks and holds, from the tail (INV-324)."""
+        """Give up locks and holds; the tables release them from the tail (INV-324)."""
         pages = [page for row in rows for page in row if page is not None and page not in keep]
-        pages.reverse()
         locked = [page for page in pages if page in self._locked]
         self._locked.difference_update(locked)
         tables = self.store.tables
@@ -681,7 +683,7 @@ class Session:
 
     def lock_ready(self, pages: Iterable[Page]) -> None:
         """Lock the pages that are on the device already."""
-        ready = [page for page in pages if page.level == 0 and page.is_ready]
+        ready = [page for page in pages if page.level == 0 and page.move is None]
         self.store.tables.lock(ready)
         self._locked.update(ready)
 
@@ -709,7 +711,6 @@ class Session:
             for page in row
             if page is not None and page in self._locked and page.state is not PageState.DEAD
         ]
-        pages.reverse()
         self._locked.clear()
         self.store.tables.unlock(pages, fence)
 
@@ -796,7 +797,8 @@ class Session:
         self._locked.update(fresh)
         self._extend_tables()
         self.store.settle()
-        self.store.grant(self._stream, fresh)
+        if applied.fences:
+            self.store.grant(self._stream, applied.fences)
         return True
 
     def commit(self, new_tokens: Tokens) -> int:
@@ -842,7 +844,10 @@ class Session:
             page = row[block]
             assert page is not None
             parent = row[block - 1] if block else None
-            shared = tables.commit(page, key, parent, block, self.priority)
+            parent_key = self._known.keys[block - 1] if block else None
+            shared = tables.commit(
+                page, key, parent, block, self.priority, parent_key=parent_key
+            )
             if shared is not page:
                 row[block] = shared
                 self._locked.discard(page)
@@ -1083,7 +1088,10 @@ class Prefetch:
             self._level, [page for page in pages if page.level > self._level]
         )
         while wanted:
-            plan = store.tables.plan_prefetch(wanted, self._level)
+            rows: list[list[Page]] = [[] for _ in store.config.pool_groups]
+            for page in wanted:
+                rows[page.group].append(page)
+            plan = store.tables.plan_prefetch(rows, self._level)
             if not isinstance(plan, Refusal):
                 break
             given_up = wanted[len(wanted) // 2 :] if len(wanted) > 1 else wanted
@@ -1114,9 +1122,7 @@ class Prefetch:
         if self._flight is not None:
             store.executor.detach(self._flight)
         if self._pages:
-            store.tables.unhold(
-                [page for page in reversed(self._pages) if page.state is not PageState.DEAD]
-            )
+            store.tables.unhold([page for page in self._pages if page.state is not PageState.DEAD])
             store.prefetches.give(self._level, self._pages)
         store.executor.room_grew = True
         store.settle()
