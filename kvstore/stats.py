@@ -87,6 +87,7 @@ class ClassStats:
     pieces: int = 0
     promotions: int = 0
     aged_dispatches: int = 0
+    skipped: int = 0  # transfers refused above the background cap (INV-111)
     read_bytes: int = 0  # payload plus header that moved from the device
     written_bytes: int = 0
     queue_wait: LatencySnapshot = field(default_factory=LatencySnapshot)
