@@ -14,13 +14,24 @@ waiter that goes away only detaches.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import numpy as np
 
-from kvstore._uring.base import CANCELLED, DEADLINE, OK, CompletionFlag, Completions, Opcode
+from kvstore._uring.base import (
+    CANCELLED,
+    DEADLINE,
+    END_OF_FILE,
+    MISMATCH,
+    OK,
+    CompletionFlag,
+    Completions,
+    Opcode,
+)
 from kvstore.config import IoClass, Tier
 from kvstore.core.page import Move, MoveState, Page
 from kvstore.core.tables import Tables
@@ -226,7 +237,8 @@ class Executor:
         staging: Sequence[SlotLoans],
         bounce: Sequence[SlotLoans],
         on_failure: Callable[[BaseException], None],
-        offload: Callable[..., Any],
+        after_turn: Callable[[], None],
+        offload: Callable[[Callable[..., Any], tuple[Any, ...], Callable[[int], None]], None],
     ) -> None:
         self._loop = loop
         self._tables = tables
@@ -238,6 +250,7 @@ class Executor:
         self._staging = staging
         self._bounce = bounce
         self._on_failure = on_failure
+        self._after_turn = after_turn
         self._offload = offload
         self.jobs: dict[Move, _Job] = {}
         self._waiters: dict[Page, list[Flight]] = {}
@@ -248,7 +261,6 @@ class Executor:
         }
         self._copy_slots: dict[_Job, tuple[int, int]] = {}
         self._is_flush_scheduled = False
-        self.is_closing = False
         self.on_idle: list[Callable[[], None]] = []
         self.on_event: Callable[[Any], None] | None = None
         self.on_shrunk: Callable[[list[tuple[int, int]]], None] = lambda _: None
@@ -257,6 +269,9 @@ class Executor:
         self.page_bytes: list[int] = [pool.page_bytes for pool in device.pools]
         self.rates = {Tier.DISK: _Rate(1e9), Tier.HOST: _Rate(8e9)}
         self.written_since_sync = 0
+        self.write_failures_in_a_row = 0
+        self.read_failures_in_a_row = 0
+        self.last_write_error = ""
 
     # What the tables want.
 
@@ -292,7 +307,20 @@ class Executor:
 
     def _flush_turn(self) -> None:
         self._is_flush_scheduled = False
-        self.flush()
+        self._guarded(self.flush)
+
+    def _guarded(self, step: Callable[..., None], *args: Any) -> None:
+        """Run what a completion asks for; a bug of ours stops the store, not the loop (INV-917)."""
+        try:
+            step(*args)
+            self._settle_after()
+        except Exception as error:
+            logger.exception("the executor failed")
+            self._on_failure(error)
+
+    def _settle_after(self) -> None:
+        self.settle()
+        self._after_turn()
 
     def flush(self) -> None:
         """Hand over everything collected: device copies out first, because they free slots for the
@@ -446,7 +474,9 @@ class Executor:
             event = stream.record()
             for job in jobs:
                 job.copies_open += 1
-            self._device.notify(stream, lambda status, *_: self._copied(jobs, status))
+            self._device.notify(
+                stream, lambda status, *_: self._guarded(self._copied, jobs, status)
+            )
         except KVStoreError as error:
             self._copy_refused(jobs, error)
             return None
@@ -495,7 +525,6 @@ class Executor:
                 self._end(job, OK)
         if status != OK:
             self._on_failure(DeviceError(f"a device copy failed: {status}", code=status))
-        self.settle()
 
     # Copies inside host memory: relocation and the bounce buffer.
 
@@ -510,9 +539,10 @@ class Executor:
                 self._pulled(job)
             else:
                 self._end(job, status)
-            self.settle()
 
-        self._offload(np.copyto, (to_view, from_view), copied)
+        self._offload(
+            np.copyto, (to_view, from_view), lambda status: self._guarded(copied, status)
+        )
 
     # Disk transfers.
 
@@ -539,7 +569,9 @@ class Executor:
             key=page.key or disk_format.NO_KEY,
             parent_key=page.parent_key or disk_format.NO_KEY,
             block_index=max(0, page.block_index),
-            callback=lambda status, flags, _: self._transferred(job, transfer, status, flags),
+            callback=lambda status, flags, _: self._guarded(
+                self._transferred, job, transfer, status, flags
+            ),
             # The waiters of a read have deadlines of their own, and the latest wins (INV-336).
             deadline_ns=disk_tier.NO_DEADLINE if opcode is Opcode.READ else 0,
         )
@@ -568,10 +600,10 @@ class Executor:
         if flags & END:
             self._count_transfer(job, transfer)
             self._transfer_ended(job)
-        self.settle()
 
     def _count_transfer(self, job: _Job, transfer: Transfer) -> None:
         byte_count = self.page_bytes[transfer.group] if job.status == OK else 0
+        self._note_health(job.status, transfer)
         if transfer.opcode is Opcode.READ:
             self.rates[Tier.DISK].end(self._loop.time(), byte_count)
             name = "disk2h"
@@ -579,6 +611,23 @@ class Executor:
             name = f"h2disk:{transfer.io_class.name.lower()}"
             self.written_since_sync += byte_count > 0
         self.moved_bytes[name] = self.moved_bytes.get(name, 0) + byte_count
+
+    def _note_health(self, status: int, transfer: Transfer) -> None:
+        """Count failures in a row: a disk that refuses everything must show (C31)."""
+        if status == CANCELLED:
+            return
+        if transfer.opcode is Opcode.READ:
+            self.read_failures_in_a_row = self.read_failures_in_a_row + 1 if status else 0
+        elif status:
+            self.write_failures_in_a_row += 1
+            self.last_write_error = status_text(status)
+        else:
+            self.write_failures_in_a_row = 0
+        if status:
+            logger.warning(
+                "disk %s of slot %d, pool group %d failed: %s",
+                transfer.opcode.name.lower(), transfer.slot_id, transfer.group, status_text(status),
+            )
 
     def _transfer_ended(self, job: _Job) -> None:
         job.transfer = None
@@ -697,6 +746,25 @@ class Executor:
             if not flights:
                 del self._waiters[page]
                 self._tables.abandon([page])
+
+    def abandon_waiters(self) -> None:
+        """End every wait: the store has failed."""
+        flights = {id(flight): flight for line in self._waiters.values() for flight in line}
+        self._waiters.clear()
+        for flight in flights.values():
+            flight.is_cancelled = True
+            if flight.timer is not None:
+                flight.timer.cancel()
+                flight.timer = None
+            flight.abandon()
+
+    def cancel_all(self) -> None:
+        """Withdraw every transfer that is open; the store is closing (INV-908)."""
+        self.abandon_waiters()
+        for move in list(self.jobs):
+            self._withdraw(move)
+        self.settle()
+        self.flush()
 
     # The gate.
 
@@ -821,6 +889,13 @@ class Gated:
         self.tickets = tickets
         self.events: dict[int, Any] = {}
         self.is_partial = False
+
+
+def status_text(status: int) -> str:
+    """Say what a status means: the name of the errno, or one of ours."""
+    names = {MISMATCH: "checksum or header mismatch", END_OF_FILE: "unexpected end of file",
+             RETRY: "superseded", DEVICE_FAILED: "device copy refused"}
+    return names.get(status) or f"{errno.errorcode.get(-status, status)} {os.strerror(-status)}"
 
 
 #: Ways that lead through a staging slot (INV-334, INV-415).

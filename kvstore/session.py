@@ -93,6 +93,10 @@ class StoreServices(Protocol):
         """Return the index of a level given by name or index."""
         ...
 
+    def device_slot(self, group: int, slot_id: int) -> int:
+        """Return the position in the device pool of a slot id of the tables."""
+        ...
+
     def adopt(self, session: Session) -> None:
         """Note that a session is open."""
         ...
@@ -852,8 +856,7 @@ class Session:
                 row[block] = shared
                 self._locked.discard(page)
                 self._locked.add(shared)
-                assert shared.primary is not None
-                self._tables[group][block] = shared.primary.slot_id
+                self._tables[group][block] = self._position(shared)
 
     def _leave_windows(self, block_count: int) -> None:
         """Give up the pages that left a sliding window with this commit (INV-337)."""
@@ -1001,10 +1004,15 @@ class Session:
                 return index
         raise LogicError(f"unknown pool group {name!r}", pool_group=name)
 
+    def _position(self, page: Page | None) -> int:
+        if page is None or page.primary is None or page.primary.level != 0:
+            return -1
+        return self.store.device_slot(page.group, page.primary.slot_id)
+
     def _rebuild_tables(self) -> None:
         self._tables = [np.full(max(16, 2 * len(row)), -1, np.int32) for row in self._pages]
         for row, table in zip(self._pages, self._tables, strict=True):
-            table[: len(row)] = [_slot_id(page) for page in row]
+            table[: len(row)] = [self._position(page) for page in row]
 
     def _extend_tables(self) -> None:
         """Add the slots of freshly grown blocks; the arrays double, so growing stays O(new)."""
@@ -1016,7 +1024,7 @@ class Session:
                 table = self._tables[group] = wider
             start = len(row) - 1
             while start >= 0 and table[start] < 0 and row[start] is not None:
-                table[start] = _slot_id(row[start])
+                table[start] = self._position(row[start])
                 start -= 1
 
     async def __aenter__(self) -> Self:
@@ -1036,12 +1044,6 @@ class Session:
         """Warn of a session that was dropped open; the store is not touched (INV-311)."""
         if getattr(self, "_state", SessionState.CLOSED) is not SessionState.CLOSED:
             warnings.warn("a kvstore session was dropped without aclose()", ResourceWarning, 1)
-
-
-def _slot_id(page: Page | None) -> int:
-    if page is None or page.primary is None or page.primary.level != 0:
-        return -1
-    return page.primary.slot_id
 
 
 @dataclass(frozen=True, slots=True)

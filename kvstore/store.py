@@ -31,7 +31,6 @@ from kvstore import devices
 from kvstore._uring import open_engine
 from kvstore._uring.base import Completions, Engine, GateWords
 from kvstore._uring.native import Arena, CompletionQueue, GateRing
-from kvstore._uring.probe import open_slot_file
 from kvstore.config import StoreConfig, Tier
 from kvstore.core import spec as core_spec
 from kvstore.core.slots import Fence
@@ -303,13 +302,13 @@ class KVStore:
         self._resources = _Resources()
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="kvstore")
         self._group: anyio.abc.TaskGroup | None = None
-        self._background = anyio.CancelScope()
+        self._scopes: set[anyio.CancelScope] = set()
         self._background_open = 0
         self._closing: asyncio.Future[list[BaseException]] | None = None
         self._sessions: set[Session] = set()
         self._levels = [Tier.DEVICE]
         self._granted: list[tuple[Stream | None, Fence]] = []
-        self._drains: list[_Drain] = []
+        self._drains: list[Drain] = []
         self._unfenced: list[Fence] = []
         self._gated_busy: set[int] = set()
         self._matched: dict[str, int] = {}
@@ -478,7 +477,7 @@ class KVStore:
             return
         assert self.engine is not None
         disk = DiskTier(
-            self._parts.files or OsSlotFiles(open_slot_file),
+            self._parts.files or OsSlotFiles(),
             self.engine,
             config.disk,
             config.pool_groups,
@@ -1203,7 +1202,8 @@ class KVStore:
         self._state = StoreState.CLOSING
         if self._watch_timer is not None:
             self._watch_timer.cancel()
-        self._background.cancel()
+        for scope in self._scopes:
+            scope.cancel()
         is_drained = True
         if was_opened:
             self.restores.fail_all(StoreClosed("the store is closing"))
@@ -1314,9 +1314,12 @@ class KVStore:
         assert self._group is not None
         self._background_open += 1
 
+        scope = anyio.CancelScope()
+        self._scopes.add(scope)
+
         async def run() -> None:
             try:
-                with self._background_scope():
+                with scope:
                     await work()
             except KVStoreError as error:
                 logger.warning("background work ended: %s", error)
@@ -1324,16 +1327,10 @@ class KVStore:
                 logger.exception("background work failed")
                 self.fail(error)
             finally:
+                self._scopes.discard(scope)
                 self._background_open -= 1
 
         self._group.start_soon(run)
-
-    def _background_scope(self) -> anyio.CancelScope:
-        scope = anyio.CancelScope()
-        self._scopes = [*getattr(self, "_scopes", []), scope]
-        if self._background.cancel_called:
-            scope.cancel()
-        return scope
 
 
 async def _wait(future: asyncio.Future[Any]) -> None:
@@ -1387,8 +1384,6 @@ class Drain:
             self._future = self._loop.create_future()
         yield from asyncio.shield(self._future).__await__()
 
-
-_Drain = Drain
 
 
 @final

@@ -42,12 +42,15 @@ class CopyBatch:
 class DeviceTier:
     """Level 0. The streams: ``h2d`` for restores, ``d2h`` for evictions, ``gated<i>`` per gate."""
 
-    __slots__ = ("_queue", "d2h", "device", "gated", "h2d", "pools")
+    __slots__ = ("_positions", "_queue", "d2h", "device", "gated", "h2d", "pools", "slot_counts")
 
     def __init__(self, device: Device, queue: Completions, gated_stream_count: int) -> None:
         self.device = device
         self._queue = queue
         self.pools: list[DevicePool] = []
+        self.slot_counts: list[int] = []
+        #: Positions in an adopted pool with reserved slots; None where slot ids are positions.
+        self._positions: list[SlotIds | None] = []
         self.h2d = device.stream("h2d")
         self.d2h = device.stream("d2h")
         # Created and warmed at the start: a stream that is first used while a gate is parked hangs.
@@ -74,6 +77,15 @@ class DeviceTier:
                     group.name, tensors[group.name], config.block_dim, group.page_bytes
                 )
             self.pools.append(pool)
+            reserved = set(config.reserved_slots) if tensors is not None else set()
+            free = [slot for slot in range(pool.slot_count) if slot not in reserved]
+            self.slot_counts.append(len(free))
+            self._positions.append(np.array(free, np.int32) if reserved else None)
+
+    def position(self, group: int, slot_id: int) -> int:
+        """Return where a slot lies in its pool: reserved positions are never handed out."""
+        positions = self._positions[group]
+        return slot_id if positions is None else int(positions[slot_id])
 
     def copy(self, stream: Stream, batch: CopyBatch) -> None:
         """Enqueue one batch; one device call per run of host memory (usually one).
@@ -83,6 +95,9 @@ class DeviceTier:
         """
         for layout, positions, host_slots in batch.host.split(batch.host_slots):
             device_slots = np.array([batch.device_slots[i] for i in positions], np.int32)
+            mapped = self._positions[batch.group]
+            if mapped is not None:
+                device_slots = mapped[device_slots]
             self.device.copy_pages(
                 stream, self.pools[batch.group], device_slots, layout, host_slots, batch.direction
             )

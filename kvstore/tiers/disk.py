@@ -137,8 +137,8 @@ class OsSlotFiles:
 
     __slots__ = ("_opener",)
 
-    def __init__(self, opener: Callable[..., OpenFile]) -> None:
-        self._opener = opener
+    def __init__(self, opener: Callable[..., OpenFile] | None = None) -> None:
+        self._opener = opener or open_plain
 
     def lock(self, directory: str) -> int:
         """Lock the directory itself, so that no lock file is left behind (INV-923)."""
@@ -241,6 +241,33 @@ class OsSlotFiles:
                 os.close(fd)
 
 
+class PlainFile(NamedTuple):
+    """An open slot file."""
+
+    direct_fd: int
+    buffered_fd: int
+    mode: str
+    reason: str
+
+
+def open_plain(
+    path: str, size_bytes: int, *, direct: str, create: bool, anonymous: bool
+) -> PlainFile:
+    """Open a slot file both ways; direct I/O is taken where the file system grants it."""
+    del size_bytes
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    buffered = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+    direct_fd, reason = -1, "direct=off"
+    if direct != "off":
+        try:
+            direct_fd, reason = os.open(path, flags | os.O_DIRECT), ""
+        except OSError as error:
+            reason = f"O_DIRECT: {error.strerror}"
+    if anonymous:
+        os.unlink(path)
+    return PlainFile(direct_fd, buffered, "buffered" if direct_fd < 0 else "direct", reason)
+
+
 def _any_fd(file: OpenFile) -> int:
     return file.buffered_fd if file.buffered_fd >= 0 else file.direct_fd
 
@@ -308,10 +335,11 @@ class Transfer:
 
 
 class FoundSlot(NamedTuple):
-    """A slot whose header recovery believes."""
+    """What recovery found in a slot: a header that it believes, or why the slot is free."""
 
     slot_id: int
-    header: fmt.SlotHeader
+    header: fmt.SlotHeader | None
+    reason: str = ""
 
 
 @final
@@ -658,8 +686,8 @@ class DiskTier:
 
     # Recovery.
 
-    def scan(self, group: DiskGroup, start: int, stop: int) -> Iterator[FoundSlot | None]:
-        """Read the headers of slots start..stop; None for a slot that is free. Blocking.
+    def scan(self, group: DiskGroup, start: int, stop: int) -> Iterator[FoundSlot]:
+        """Read the headers of slots start..stop. Blocking.
 
         Only what the header proves is proved: the payload is verified at its first read (INV-919).
         """
@@ -667,16 +695,22 @@ class DiskTier:
             local, path_index = divmod(slot_id, self.path_count)
             offset = fmt.slot_offset(local, group.slot_bytes)
             raw = self._files.read(group.files[path_index], offset, fmt.HEADER_USED_BYTES)
+            if not any(raw):
+                yield FoundSlot(slot_id, None, "empty")
+                continue
             try:
                 header = fmt.decode_header(raw)
             except FormatError:
-                yield None
+                yield FoundSlot(slot_id, None, "damaged")
                 continue
-            fits = fmt.fits_slot(header, group.superblocks[path_index], group.page_bytes)
-            yield FoundSlot(slot_id, header) if fits else None
+            if fmt.fits_slot(header, group.superblocks[path_index], group.page_bytes):
+                yield FoundSlot(slot_id, header)
+            else:
+                yield FoundSlot(slot_id, None, "partial" if header.is_partial else "foreign")
 
     def adopt(self, group: int, found: FoundSlot) -> None:
         """Remember the write that recovery found, so that reads expect exactly it."""
+        assert found.header is not None
         owner = self.groups[group]
         owner.generations[found.slot_id] = found.header.identity.generation
         owner.sequences[found.slot_id] = found.header.identity.sequence
