@@ -33,9 +33,9 @@ def open_engine(
 
     Raises: UnsupportedError: io_uring was named and the system refuses it; ConfigError.
     """
-    from kvstore._uring.ring import RingEngine  # noqa: PLC0415 - the extension is loaded on use
-    from kvstore._uring.serial import SerialEngine  # noqa: PLC0415
-    from kvstore._uring.threads import ThreadsEngine  # noqa: PLC0415
+    from kvstore._uring.ring import RingEngine
+    from kvstore._uring.serial import SerialEngine
+    from kvstore._uring.threads import ThreadsEngine
 
     config = config or IoConfig()
     kind = kind or config.io_engine

@@ -12,6 +12,7 @@ import errno
 import functools
 import logging
 import os
+import resource
 import threading
 import warnings
 from dataclasses import dataclass
@@ -23,10 +24,17 @@ import anyio.to_thread
 from kvstore._uring._ffi import ffi, lib
 from kvstore._uring.base import SUBMISSION_DTYPE, Completions, Opcode, Submissions
 from kvstore._uring.native import CompletionQueue, GateRing
-from kvstore._uring.scheduler import READ_LINGER_NS
+from kvstore._uring.scheduler import POLICIES, READ_LINGER_NS, class_stats
 from kvstore.config import MIB, IoClass, IoConfig
-from kvstore.errors import BusyError, ConfigError, EngineError, LogicError, StoreClosed
-from kvstore.stats import ClassStats, EngineStats, LatencyHistogram, LatencySnapshot
+from kvstore.errors import (
+    BusyError,
+    ConfigError,
+    EngineError,
+    KVStoreError,
+    LogicError,
+    StoreClosed,
+)
+from kvstore.stats import ClassStats, EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +44,6 @@ INLINE_CHECKSUM_BYTES = 256 << 10
 #: Kernel workers for buffered pieces of a ring (INV-130).
 KERNEL_WORKERS = 8
 RING_ENTRIES_MAX = 16_384
-POLICIES = {
-    "kvstore": lib.KVS_POLICY_KVSTORE,
-    "upstream": lib.KVS_POLICY_UPSTREAM,
-    "fifo": lib.KVS_POLICY_FIFO,
-}
 UNBOUNDED = 1 << 62
 #: A generation that grows in every forked child: an engine of the parent must not be used there.
 _fork_count = [0]
@@ -160,7 +163,7 @@ class NativeEngine:
         record.without = without
         return record
 
-    def _start_error(self, code: int) -> EngineError:
+    def _start_error(self, code: int) -> KVStoreError:
         return EngineError(f"{self.name} engine: cannot start: {os.strerror(code)}", errno=code)
 
     # -- the handle, and who may use it -------------------------------------------------------
@@ -180,7 +183,8 @@ class NativeEngine:
     def __del__(self) -> None:
         """Warn about an engine nobody closed; its threads stay (no `__del__` changes anything)."""
         if getattr(self, "_handle", None) is not None and self._fork_count == _fork_count[0]:
-            warnings.warn(f"unclosed {self.name} engine", ResourceWarning, source=self)
+            text = f"unclosed {self.name} engine"
+            warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
 
     # -- files and memory ---------------------------------------------------------------------
 
@@ -288,7 +292,7 @@ class NativeEngine:
 
     # -- the end ----------------------------------------------------------------------------------
 
-    async def drain(self, file_id: int, timeout: float) -> bool:  # noqa: ASYNC109 - part of Engine
+    async def drain(self, file_id: int, timeout: float) -> bool:
         """Wait until no transfer of this file is open (INV-121); False on timeout.
 
         Cancellation: stops the waiting only.
@@ -346,7 +350,9 @@ class NativeEngine:
                 self._handle = None
                 logger.error(
                     "%s engine: transfers did not come back within %g s; memory and threads are "
-                    "left alone on purpose", self.name, self.config.drain_timeout,
+                    "left alone on purpose",
+                    self.name,
+                    self.config.drain_timeout,
                 )
                 return
             self._last_stats = self._snapshot()
@@ -415,25 +421,11 @@ class NativeEngine:
         service: Any = ffi.new("kvs_histogram *")
         errors: Any = ffi.new("uint64_t[]", lib.KVS_ERRORS)
         lib.kvs_engine_class(self._handle, io_class, counts, wait, service, errors)
-        return ClassStats(
-            issued_bytes=counts.issued_bytes,
-            promoted_in_bytes=counts.promoted_in_bytes,
-            promoted_out_bytes=counts.promoted_out_bytes,
-            done_bytes=counts.done_bytes,
-            failed_bytes=counts.failed_bytes,
-            withdrawn_bytes=counts.withdrawn_bytes,
-            queued_bytes=counts.queued_bytes,
-            inflight_bytes=counts.inflight_bytes,
-            transfers=counts.transfers,
-            pieces=counts.pieces,
-            promotions=counts.promotions,
-            aged_dispatches=counts.aged,
-            skipped=counts.skipped,
-            read_bytes=counts.read_bytes,
-            written_bytes=counts.written_bytes,
-            queue_wait=_latency(wait),
-            service=_latency(service),
-            errors={
+        return class_stats(
+            counts,
+            wait,
+            service,
+            {
                 _ERROR_NAMES.get(code, code): count
                 for code, count in enumerate(ffi.unpack(errors, lib.KVS_ERRORS))
                 if count
@@ -460,18 +452,7 @@ def _flag_names(flags: int) -> tuple[str, ...]:
     return tuple(name for bit, name in _RING_FLAGS.items() if flags & bit)
 
 
-def _latency(record: Any) -> LatencySnapshot:
-    pairs = tuple(
-        (LatencyHistogram.bucket_floor_ns(bucket), count)
-        for bucket, count in enumerate(ffi.unpack(record.counts, LatencyHistogram.BUCKETS))
-        if count
-    )
-    return LatencySnapshot(pairs, record.total, record.sum_ns, record.max_ns)
-
-
 def _memlock_reason(length: int) -> str:
-    import resource  # noqa: PLC0415 - only needed to explain a refusal
-
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     present = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
     return (

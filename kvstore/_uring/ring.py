@@ -10,7 +10,7 @@ from kvstore._uring._ffi import lib
 from kvstore._uring.engine import NativeEngine
 from kvstore._uring.native import GateRing
 from kvstore.config import IoConfig
-from kvstore.errors import EngineError, UnsupportedError
+from kvstore.errors import KVStoreError, UnsupportedError
 
 #: Why io_uring is refused, and what helps.
 REASONS = {
@@ -44,6 +44,6 @@ class RingEngine(NativeEngine):
     ) -> None:
         super().__init__(config, gate=gate, policy=policy, without=without)
 
-    def _start_error(self, code: int) -> EngineError | UnsupportedError:
+    def _start_error(self, code: int) -> KVStoreError:
         reason = REASONS.get(code, f"io_uring cannot be set up: {os.strerror(code)}")
         return UnsupportedError(reason, errno=code)

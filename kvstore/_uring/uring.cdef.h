@@ -161,6 +161,9 @@ int kvs_arena_map(uint64_t length, int numa_node, uint64_t *address);
 /* Faults every page in, with `threads` native threads. 0 or -errno. */
 int kvs_arena_prefault(uint64_t address, uint64_t length, uint32_t threads);
 int kvs_arena_unmap(uint64_t address, uint64_t length);
+/* Allocates blocks with fallocate mode 0: 0. 1 if zeros were written because the file system has
+   none; -errno. */
+int kvs_allocate(int fd, uint64_t offset, uint64_t length);
 
 /* ---- checksum.c ---- */
 
