@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -20,11 +19,24 @@ from kvstore._uring.base import SUBMISSION_DTYPE, Opcode, SubmitFlag
 from kvstore._uring.engine import FaultRule
 from kvstore._uring.native import Arena, CompletionQueue, GateRing
 from kvstore._uring.probe import open_slot_file
-from kvstore.config import KIB, MIB, IoClass, IoConfig
+from kvstore.config import KIB, IoClass, IoConfig
 from kvstore.errors import UnsupportedError
 from kvstore.testing.completions import SimCompletions
 from kvstore.testing.engine import SimEngine
 from kvstore.testing.faults import FaultKind
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]] | None:
+    """Loops differ in how they watch a descriptor and how they end: `test_ends` and `test_native`
+    run on all of them, the rest on the plain one.
+    """
+    del config
+    if item.path.name in {"test_ends.py", "test_native.py"}:
+        return None  # every real loop, as the conftest above says
+    return {"plain": asyncio.SelectorEventLoop}
+
 
 HEADER_BYTES = 4096
 NATIVE = ("io_uring", "threads", "serial")
@@ -149,7 +161,9 @@ class Rig:
         """One submission of a whole slot, sealed or verified by default."""
         is_read = opcode is Opcode.READ
         record = np.zeros(1, SUBMISSION_DTYPE)
-        record["address"] = self.arena.address + (slot if memory is None else memory) * self.slot_bytes
+        record["address"] = (
+            self.arena.address + (slot if memory is None else memory) * self.slot_bytes
+        )
         record["offset"] = slot * self.slot_bytes
         record["payload_bytes"] = self.payload_bytes
         record["header_bytes"] = HEADER_BYTES
@@ -164,9 +178,7 @@ class Rig:
         record["identity"][0] = identity(slot)
         return record
 
-    def submit(
-        self, records: Sequence[np.ndarray[Any, Any]], queue: Any = None
-    ) -> list[Transfer]:
+    def submit(self, records: Sequence[np.ndarray[Any, Any]], queue: Any = None) -> list[Transfer]:
         """Hand a batch over in one call."""
         batch = np.concatenate(records)
         queue = queue or self.queue
@@ -202,6 +214,14 @@ class Rig:
             return int(fault.hit_count)
 
         return Hold(release)
+
+    async def hold_one(self, slot: int = 0) -> tuple[Hold, Transfer]:
+        """Put one write into the device that stays there; with `NARROW` all else is queued."""
+        hold = self.inject("hold")
+        transfer = self.write(slot, flags=SubmitFlag(0))
+        while not self.engine.stats().classes[IoClass.REQUIRED].inflight_bytes:
+            await asyncio.sleep(0.001)
+        return hold, transfer
 
     async def aclose(self) -> None:
         await self.engine.aclose()
@@ -259,9 +279,3 @@ NARROW = IoConfig(inflight_bytes=4096, write_piece_bytes=64 * KIB, read_piece_by
 def narrow() -> IoConfig:
     """See `NARROW`."""
     return NARROW
-
-
-@pytest.fixture
-def small() -> dict[str, Any]:
-    """Names the tests use a lot; importlib mode has no sibling imports."""
-    return {"MIB": MIB, "EIO": -errno.EIO}
