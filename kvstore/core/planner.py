@@ -692,10 +692,10 @@ def _enter_queues(tables: Transitions, plan: GroupPlan) -> None:
     stamp = tables.next_stamp()
     for page in plan.arrivals:
         if page.state is not PageState.DEAD:
-            tables.enter_queue(page, stamp)
+            tables.arrive(page, stamp)
     for page, level in reversed(plan.restores):
         if level and page.state is not PageState.DEAD:
-            tables.enter_queue(page, stamp)
+            tables.arrive(page, stamp)
 
 
 def _break_cycles(

@@ -175,12 +175,19 @@ class Transitions:
         )
         if not is_newer and policy.insert_below(slot, above):
             return
-        stamp = self.next_stamp()
+        self.arrive(page, self.next_stamp())
+
+    def arrive(self, page: Page, stamp: int) -> None:
+        """Queue a page as the newest, and its ancestors on that level with it (INV-324)."""
         self.enter_queue(page, stamp)
-        while parent is not None and parent.primary is not None:
-            if not self._is_peer(parent.primary, slot.pool):
+        slot, parent = page.primary, page.parent
+        assert slot is not None
+        policy = slot.pool.policy
+        while parent is not None and parent.primary is not None and policy.is_ordered:
+            above = parent.primary
+            if above.stamp >= stamp or not self._is_peer(above, slot.pool):
                 return
-            policy.touch(parent.primary, stamp, is_held=parent.hold_count > 0)
+            policy.touch(above, stamp, is_held=parent.hold_count > 0)
             parent = parent.parent
 
     @staticmethod
@@ -536,7 +543,7 @@ class Transitions:
                 self.end_copy(source, CopyEnd.FAILED)
             elif source.page is page:
                 source.page = None
-        elif self.is_returnable(page, source):
+        elif not self._primary_is_real(page) and self.is_returnable(page, source):
             self.return_to(page, source)
             self.requeue(page)
         if target.state is SlotState.WRITING:
@@ -561,15 +568,16 @@ class Transitions:
         """Undo the moves of the page that would have read bytes that never came."""
         for other in page.slots:
             move = other.write
-            if move is None or move.source is not slot or move.is_detached:
+            while move is not None and not move.is_detached and move.source is not slot:
+                move = move.source.write
+            if move is None or move.is_detached:
                 continue
-            self._void_readers(page, other)
-            if page.primary is other and not other.pool.copies.has(other):
+            if other.pool.copies.has(other):
+                self.end_copy(other, CopyEnd.FAILED)
+            else:
                 self.unbind_primary(page)
                 other.page = None
                 self.release(other)
-            else:
-                self.end_copy(other, CopyEnd.FAILED)
 
     # -- ends of pages ------------------------------------------------------------------------
 
