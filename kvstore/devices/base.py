@@ -140,6 +140,10 @@ class Device(Protocol):
     """
 
     caps: DeviceCaps
+    #: What a fence of None means (INV-338): it has passed, or it is the next step's.
+    none_fence_has_passed: bool
+    #: True after a close that left work outstanding: gate words and arenas must then be leaked.
+    holds_memory: bool
 
     def create_pool(self, name: str, slot_count: int, page_bytes: int) -> DevicePool:
         """Allocate a pool. Raises: CapacityError: the device has no memory."""

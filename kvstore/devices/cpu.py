@@ -149,6 +149,10 @@ class CpuDevice:
     ``gates=False`` is a device without stream memory operations (INV-212).
     """
 
+    none_fence_has_passed = True
+    #: Closing joins the workers, so host memory is never in use afterwards.
+    holds_memory = False
+
     def __init__(
         self,
         gate_words: GateWords | None = None,
