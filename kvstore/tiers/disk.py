@@ -31,8 +31,8 @@ from kvstore._uring.base import (
     Completions,
     Engine,
     Opcode,
-    SubmitFlag,
     Submissions,
+    SubmitFlag,
     Ticket,
 )
 from kvstore.config import IoClass
@@ -176,7 +176,10 @@ class OsSlotFiles:
         if name is not None and path.is_symlink():
             raise _bad_path(path, "is a symlink")
         file = self._opener(
-            str(path), 0 if is_new else path.stat().st_size, direct=direct, create=is_new,
+            str(path),
+            0 if is_new else path.stat().st_size,
+            direct=direct,
+            create=is_new,
             anonymous=name is None,
         )
         try:
@@ -264,7 +267,7 @@ def open_plain(
         except OSError as error:
             reason = f"O_DIRECT: {error.strerror}"
     if anonymous:
-        os.unlink(path)
+        Path(path).unlink()
     return PlainFile(direct_fd, buffered, "buffered" if direct_fd < 0 else "direct", reason)
 
 
@@ -292,7 +295,7 @@ def _allocate(fd: int, offset: int, length: int) -> None:
 
 def _aligned(length: int) -> memoryview:
     """Return an aligned writable buffer of at least ``length`` bytes."""
-    import mmap  # noqa: PLC0415  only this fallback needs it
+    import mmap
 
     return memoryview(mmap.mmap(-1, -(-length // 4096) * 4096))
 
@@ -347,8 +350,18 @@ class DiskGroup:
     """The files of one pool group and what the tier remembers about its slots."""
 
     __slots__ = (
-        "ends", "file_ids", "files", "generations", "index", "name", "page_bytes", "sequences",
-        "slot_bytes", "superblocks", "template", "touched",
+        "ends",
+        "file_ids",
+        "files",
+        "generations",
+        "index",
+        "name",
+        "page_bytes",
+        "sequences",
+        "slot_bytes",
+        "superblocks",
+        "template",
+        "touched",
     )
 
     def __init__(self, index: int, name: str, page_bytes: int) -> None:
@@ -736,8 +749,17 @@ class DiskTier:
 
 
 _NUMBER_FIELDS = (
-    "token", "address", "offset", "payload_bytes", "deadline_ns", "gate_generation", "gate_word",
-    "file_id", "io_class", "opcode", "flags",
+    "token",
+    "address",
+    "offset",
+    "payload_bytes",
+    "deadline_ns",
+    "gate_generation",
+    "gate_word",
+    "file_id",
+    "io_class",
+    "opcode",
+    "flags",
 )
 
 
