@@ -324,7 +324,10 @@ class RestoreQueue:
     alone. A smaller later restore never passes an older one.
     """
 
-    __slots__ = ("_loop", "_open", "_store", "_waiting", "budgets", "started_count", "waited_count")
+    __slots__ = (
+        "_is_pumping", "_loop", "_open", "_store", "_waiting", "budgets", "started_count",
+        "waited_count",
+    )  # fmt: skip
 
     def __init__(
         self, store: StoreServices, loop: asyncio.AbstractEventLoop, budgets: Sequence[int]
@@ -334,6 +337,7 @@ class RestoreQueue:
         self.budgets = list(budgets)
         self._open = [0] * len(budgets)
         self._waiting: deque[_Waiting] = deque()
+        self._is_pumping = False
         self.started_count = 0
         self.waited_count = 0
 
@@ -377,7 +381,20 @@ class RestoreQueue:
                 timer.cancel()
 
     def pump(self) -> None:
-        """Serve those who wait, oldest first, until one does not fit."""
+        """Serve those who wait, oldest first, until one does not fit.
+
+        Starting a restore settles the store, which comes back here: the call inside does nothing,
+        and the one outside goes on with the tables as they are then.
+        """
+        if self._is_pumping:
+            return
+        self._is_pumping = True
+        try:
+            self._serve_waiting()
+        finally:
+            self._is_pumping = False
+
+    def _serve_waiting(self) -> None:
         while self._waiting:
             head = self._waiting[0]
             if head.future.done():
