@@ -153,8 +153,10 @@ class System:
             self.memory.close()
 
 
-def open_system(job: JobSpec, memory_bytes: int) -> System:
+def open_system(job: JobSpec, memory_bytes: int, *, config: IoConfig | None = None) -> System:
     """Open the engine a job names, never another one (INV-127), with memory registered.
+
+    ``config`` replaces the settings that the job asks for.
 
     Raises: JobError: the system refuses it, with the reason.
     """
@@ -165,7 +167,7 @@ def open_system(job: JobSpec, memory_bytes: int) -> System:
 
     policy = "kvstore" if job.policy == "fifo" else job.policy
     try:
-        engine = open_engine(io_config(job), kind=job.ioengine, policy=policy)
+        engine = open_engine(config or io_config(job), kind=job.ioengine, policy=policy)
     except (KVStoreError, OSError) as error:
         raise JobError("--ioengine", f"{job.ioengine} cannot be used: {error}") from None
     queue = CompletionQueue(asyncio.get_running_loop())
