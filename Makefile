@@ -119,14 +119,16 @@ coverage: setup
 # belongs to the compiler. Leaks are not asked for: the interpreter keeps memory until it exits.
 ASAN_LIBRARY = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
 
+SANITIZE_TESTS ?= $(wildcard tests/uring tests/unit/test_uring_*.py tests/unit/test_device_*.py)
+
 .PHONY: sanitize
 sanitize: setup
 	@rm -rf build/sanitize && mkdir -p build/sanitize
-	@cp -R kvstore build_uring.py pyproject.toml tests build/sanitize/ && cp -R bench build/sanitize/kvstore_bench
+	@cp -R kvstore build_uring.py pyproject.toml README.md LICENSE tests build/sanitize/ && cp -R bench build/sanitize/kvstore_bench
 	@rm -f build/sanitize/kvstore/_uring/*.so build/sanitize/kvstore/_uring/*.o
 	@cd build/sanitize && KVSTORE_SANITIZE=1 ../../$(BIN)/python build_uring.py
 	@cd build/sanitize && LD_PRELOAD="$(ASAN_LIBRARY)" ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 \
-	  PYTHONPATH=. PYTHONMALLOC=malloc ../../$(BIN)/python -m pytest $(PYTEST_ARGS) tests/uring
+	  PYTHONPATH=. PYTHONMALLOC=malloc ../../$(BIN)/python -m pytest $(PYTEST_ARGS) $(SANITIZE_TESTS)
 
 # -------------------------------------------------------------------------------------- clean-up
 
