@@ -17,8 +17,8 @@ from typing import Any
 import click
 
 from . import cli, machine
-from .iofiles import check_directory
 from .io import bad_job, check_output, output_formats
+from .iofiles import check_directory
 from .iorun import run_jobs
 from .iostats import median
 from .jobs import MIB, JobError, JobSpec, parse_size, parse_time, size_text
@@ -53,8 +53,8 @@ def choose_memory(kind: str, thp: str) -> tuple[str, str]:
     if thp == "always":
         return "huge", "2 MiB pages under the buffers of fio and of our engines"
     return "small", (
-        f"4 KiB pages under the buffers of all: transparent_hugepage={thp or 'missing'} gives fio no "
-        "huge pages, so ours are switched off; the store itself uses huge pages"
+        f"4 KiB pages under the buffers of all: transparent_hugepage={thp or 'missing'} gives fio "
+        "no huge pages, so ours are switched off; the store itself uses huge pages"
     )
 
 
@@ -89,9 +89,15 @@ class Plan:
         """Return the cells of one round; each round has its own offsets."""
         return [
             Workload(
-                path=self.directory / FILE_NAME, size=self.size, rw=rw, bs=bs,
-                iodepth=self.iodepth or auto_depth(rw, bs), runtime=self.runtime,
-                ramp_time=self.ramp_time, memory=self.memory, seed=round_number + 1,
+                path=self.directory / FILE_NAME,
+                size=self.size,
+                rw=rw,
+                bs=bs,
+                iodepth=self.iodepth or auto_depth(rw, bs),
+                runtime=self.runtime,
+                ramp_time=self.ramp_time,
+                memory=self.memory,
+                seed=round_number + 1,
             )
             for bs in self.block_sizes
             for rw in self.modes
@@ -181,13 +187,14 @@ def rows_of(cells: list[Cell]) -> list[dict[str, Any]]:
 def table_text(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table."""
     lines = [
-        "| rw | bs | depth | engine | MiB/s (range) | ratio to fio (range) | p50 ms | p99 ms | CPU s/GiB |",
+        "| rw | bs | depth | engine | MiB/s (range) | ratio to fio (range) "
+        "| p50 ms | p99 ms | CPU s/GiB |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         low, high = (value / MIB for value in row["bw_bytes_range"])
         name = row["engine"] + (" (buffered)" if row["caching"] == "buffered" else "")
-        ratio = "–"
+        ratio = "-"
         if row["ratio_to_fio"] is not None:
             least, most = row["ratio_to_fio_range"]
             ratio = f"{row['ratio_to_fio']:.2f} ({least:.2f}-{most:.2f})"
@@ -206,8 +213,16 @@ def lay_out(directory: Path, size: int) -> None:
     Raises: JobError: the file cannot be made.
     """
     job = JobSpec(
-        name="layout", directory=str(directory), filename=FILE_NAME, size=size, rw="read",
-        bs=(4 * MIB, 4 * MIB), iodepth=4, runtime=0.01, ioengine="serial", memory="small",
+        name="layout",
+        directory=str(directory),
+        filename=FILE_NAME,
+        size=size,
+        rw="read",
+        bs=(4 * MIB, 4 * MIB),
+        iodepth=4,
+        runtime=0.01,
+        ioengine="serial",
+        memory="small",
     )
     asyncio.run(run_jobs([job]))
 
@@ -272,6 +287,7 @@ def run_compare(options: dict[str, Any]) -> dict[str, Any]:
 
     Raises: JobError.
     """
+
     def say(line: str) -> None:
         click.echo(line, err=True)
 
@@ -281,18 +297,25 @@ def run_compare(options: dict[str, Any]) -> dict[str, Any]:
     size = _parsed("--size", parse_size, options["size"])
     block_sizes = _block_sizes(options["bs"])
     if size < max(block_sizes) * DEPTH_MAX or size % 4096:
-        raise JobError("--size", f"must be a multiple of 4096 and hold {DEPTH_MAX} of the largest blocks")
+        raise JobError(
+            "--size", f"must be a multiple of 4096 and hold {DEPTH_MAX} of the largest blocks"
+        )
     host = machine.describe(directory)
     memory, about_memory = choose_memory(options["memory"], host["transparent_hugepage"])
     rivals = choose_rivals(options["engines"], options["fio"], say)
     if not rivals:
         raise JobError("--engines", "none of them can run here")
     plan = Plan(
-        directory=directory, size=size, block_sizes=block_sizes, modes=_modes(options["rw"]),
-        iodepth=options["iodepth"], repeats=options["repeats"],
+        directory=directory,
+        size=size,
+        block_sizes=block_sizes,
+        modes=_modes(options["rw"]),
+        iodepth=options["iodepth"],
+        repeats=options["repeats"],
         runtime=_parsed("--runtime", parse_time, options["runtime"]),
         ramp_time=_parsed("--ramp_time", parse_time, options["ramp_time"]),
-        memory=memory, rivals=rivals,
+        memory=memory,
+        rivals=rivals,
     )
     path = directory / FILE_NAME
     try:
@@ -302,7 +325,7 @@ def run_compare(options: dict[str, Any]) -> dict[str, Any]:
     finally:
         if not options["keep"]:
             path.unlink(missing_ok=True)
-    result = {
+    result: dict[str, Any] = {
         "kind": "compare",
         "version": cli.package_version(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -334,19 +357,33 @@ def write(result: dict[str, Any], formats: set[str], output: str | None) -> None
 @click.option("--directory", required=True, help="the only place where a file is made")
 @click.option("--bs", default="16k,64k,256k,1m,4m", show_default=True, help="block sizes, a list")
 @click.option("--rw", default="read,write", show_default=True, help="read, write or both (random)")
-@click.option("--iodepth", type=click.IntRange(0, 4096), default=0,
-              help="transfers in flight; 0: as many as our default bounds allow, at most 32")
+@click.option(
+    "--iodepth",
+    type=click.IntRange(0, 4096),
+    default=0,
+    help="transfers in flight; 0: as many as our default bounds allow, at most 32",
+)
 @click.option("--repeats", type=click.IntRange(1, 1000), default=5, show_default=True)
 @click.option("--runtime", default="3", show_default=True, help="measured seconds per run")
 @click.option("--ramp_time", default="0.5", show_default=True, help="seconds before measuring")
 @click.option("--size", default="4g", show_default=True, help="bytes of the file")
 @click.option("--engines", default="", help="only these, a list of names from the table")
-@click.option("--memory", type=click.Choice(("auto", "huge", "small")), default="auto",
-              show_default=True, help="pages under the buffers, the same for all")
+@click.option(
+    "--memory",
+    type=click.Choice(("auto", "huge", "small")),
+    default="auto",
+    show_default=True,
+    help="pages under the buffers, the same for all",
+)
 @click.option("--fio", default="fio", show_default=True, help="the fio program")
 @click.option("--keep", is_flag=True, help="leave the file for another run")
-@click.option("--output-format", "output_format", default="normal", show_default=True,
-              help="normal, json, or both with a comma between")
+@click.option(
+    "--output-format",
+    "output_format",
+    default="normal",
+    show_default=True,
+    help="normal, json, or both with a comma between",
+)
 @click.option("--output", help="write the JSON to this file")
 def command(**options: Any) -> None:
     """Compare fio and other engines with ours on the same file, interleaved.

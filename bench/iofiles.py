@@ -10,7 +10,9 @@ import fcntl
 import struct
 from pathlib import Path
 
-from .jobs import ALIGNMENT_BYTES, JobError, JobSpec
+from kvstore.config import ALIGNMENT_BYTES
+
+from .jobs import JobError, JobSpec
 
 _FS_IOC_FIEMAP = 0xC020660B
 _FIEMAP_EXTENT_UNWRITTEN = 0x800
@@ -93,5 +95,5 @@ def is_written(fd: int, length: int) -> bool:
                 return False
             position = logical + extent_length
             if flags & _FIEMAP_EXTENT_LAST:
-                return position >= length
+                return bool(position >= length)
     return True

@@ -82,11 +82,15 @@ def usage_since(before: Usage, wall_s: float) -> Usage:
     )
 
 
+def _ignore(line: str) -> None:
+    del line
+
+
 async def run_jobs(
     jobs: list[JobSpec],
     *,
     progress: Progress | None = None,
-    announce: Callable[[str], None] = lambda line: None,
+    announce: Callable[[str], None] = _ignore,
     version: str = "",
 ) -> RunResult:
     """Run all groups in order and return their figures.
@@ -250,11 +254,12 @@ class _Group:
             lane.window_ns = start + int(lane.job.ramp_time * 1e9) if lane.job.ramp_time else 0
         group = GroupRun(engine.stats(), engine.stats(), usage_now(), Latencies(), huge_pages=False)
         probe = LagProbe(self._clock_ns)
-        window = [start, usage_now()]
+        window_ns, used = start, usage_now()
 
         def begin_window() -> None:
+            nonlocal window_ns, used
             group.stats_before = engine.stats()
-            window[:] = [self._clock_ns(), usage_now()]
+            window_ns, used = self._clock_ns(), usage_now()
             probe.restart()
             self._measuring = True
 
@@ -278,7 +283,7 @@ class _Group:
             probe.stop()
             for timer in timers:
                 timer.cancel()
-        group.usage = usage_since(window[1], (self._clock_ns() - window[0]) / 1e9)
+        group.usage = usage_since(used, (self._clock_ns() - window_ns) / 1e9)
         group.stats_after = engine.stats()
         group.lag = probe.lag
         return group
@@ -339,7 +344,7 @@ class _Group:
             check.start()
             await asyncio.shield(check.done)
             lane.verified += check.verified
-            lane.error = lane.error or check.error
+            lane.error = check.error
             lane.read.failed_ios += check.read.failed_ios
 
     def _results(self, group: GroupRun) -> list[JobResult]:

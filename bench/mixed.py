@@ -59,8 +59,12 @@ class Variant:
     def job(self, **values: Any) -> JobSpec:
         """Return a job of this variant."""
         return JobSpec(
-            ioengine=self.ioengine, policy=self.policy, kernel_rings=self.kernel_rings,
-            inflight_bytes=self.inflight_bytes, time_based=True, **values,
+            ioengine=self.ioengine,
+            policy=self.policy,
+            kernel_rings=self.kernel_rings,
+            inflight_bytes=self.inflight_bytes,
+            time_based=True,
+            **values,
         )
 
 
@@ -78,8 +82,12 @@ VARIANTS = (
 def spread_json(values: Latencies) -> dict[str, float]:
     """Return the percentiles that the tables show."""
     return {
-        "N": values.total, "mean": values.mean_ns, "p50": values.percentile_ns(50),
-        "p90": values.percentile_ns(90), "p99": values.percentile_ns(99), "max": values.max_ns,
+        "N": values.total,
+        "mean": values.mean_ns,
+        "p50": values.percentile_ns(50),
+        "p90": values.percentile_ns(90),
+        "p99": values.percentile_ns(99),
+        "max": values.max_ns,
     }
 
 
@@ -90,7 +98,12 @@ class Restores:
     """
 
     def __init__(
-        self, system: System, file_id: int, address: int, region_bytes: int, per_second: float,
+        self,
+        system: System,
+        file_id: int,
+        address: int,
+        region_bytes: int,
+        per_second: float,
         rng: np.random.Generator,
     ) -> None:
         self.lat = Latencies()
@@ -142,9 +155,12 @@ class Restores:
             left = [self._pages, OK]
             records = self._records[slot].copy()
             base = int(self._rng.integers(0, self._region_blocks)) * RESTORE_BYTES
-            records["offset"] = base + np.arange(self._pages, dtype=np.uint64) * np.uint64(PAGE_BYTES)
+            records["offset"] = base + np.arange(self._pages, dtype=np.uint64) * np.uint64(
+                PAGE_BYTES
+            )
             records["token"] = [
-                self._system.queue.token(self._page(slot, arrived_ns, left)) for _ in range(self._pages)
+                self._system.queue.token(self._page(slot, arrived_ns, left))
+                for _ in range(self._pages)
             ]
             self._system.engine.submit(self._system.queue, records)
 
@@ -186,8 +202,12 @@ class Settings:
     def job(self, variant: Variant, **values: Any) -> JobSpec:
         """Return a job in the directory that runs for the run time."""
         return variant.job(
-            directory=str(self.directory), size=self.size, runtime=self.runtime, memory="huge",
-            ramp_time=self.ramp_time, **values,
+            directory=str(self.directory),
+            size=self.size,
+            runtime=self.runtime,
+            memory="huge",
+            ramp_time=self.ramp_time,
+            **values,
         )
 
 
@@ -213,26 +233,74 @@ async def _load(
     """Run one load for the run time and return its row."""
     jobs: list[tuple[str, JobSpec, str]] = []
     if small_reads:
-        jobs.append(("small", settings.job(
-            variant, name="small", rw="randread", bs=(small_bytes, small_bytes), iodepth=small_reads,
-            randseed=seed), READ_FILE))
+        jobs.append(
+            (
+                "small",
+                settings.job(
+                    variant,
+                    name="small",
+                    rw="randread",
+                    bs=(small_bytes, small_bytes),
+                    iodepth=small_reads,
+                    randseed=seed,
+                ),
+                READ_FILE,
+            )
+        )
     if required:
-        rate = {"rate_iops": (REQUIRED_PER_S,) * 2, "rate_process": "poisson"} if required == "steady" else {}
-        jobs.append(("required", settings.job(
-            variant, name="required", rw="randwrite", bs=(PAGE_BYTES, PAGE_BYTES),
-            iodepth=REQUIRED_DEPTH, prio="required", randseed=seed + 1, **rate), WRITE_FILE))
+        rate = (
+            {"rate_iops": (REQUIRED_PER_S,) * 2, "rate_process": "poisson"}
+            if required == "steady"
+            else {}
+        )
+        jobs.append(
+            (
+                "required",
+                settings.job(
+                    variant,
+                    name="required",
+                    rw="randwrite",
+                    bs=(PAGE_BYTES, PAGE_BYTES),
+                    iodepth=REQUIRED_DEPTH,
+                    prio="required",
+                    randseed=seed + 1,
+                    **rate,
+                ),
+                WRITE_FILE,
+            )
+        )
     if has_background:
-        jobs.append(("background", settings.job(
-            variant, name="background", rw="randwrite", bs=(PAGE_BYTES, PAGE_BYTES),
-            iodepth=BACKGROUND_DEPTH, prio="background", randseed=seed + 2), WRITE_FILE))
-    first = jobs[0][1] if jobs else settings.job(variant, name="restore", bs=(PAGE_BYTES, PAGE_BYTES))
+        jobs.append(
+            (
+                "background",
+                settings.job(
+                    variant,
+                    name="background",
+                    rw="randwrite",
+                    bs=(PAGE_BYTES, PAGE_BYTES),
+                    iodepth=BACKGROUND_DEPTH,
+                    prio="background",
+                    randseed=seed + 2,
+                ),
+                WRITE_FILE,
+            )
+        )
+    first = (
+        jobs[0][1] if jobs else settings.job(variant, name="restore", bs=(PAGE_BYTES, PAGE_BYTES))
+    )
     restore_bytes = RESTORES_OPEN_MAX * RESTORE_BYTES if restores_per_s else 0
     total = restore_bytes + sum(job.iodepth * job.block_bytes_max for _, job, _ in jobs)
     system = _open(variant, first, total or MIB)
     try:
         return await _run_load(
-            settings, variant, system, jobs, restores_per_s=restores_per_s,
-            restore_bytes=restore_bytes, block_loop=block_loop, seed=seed,
+            settings,
+            variant,
+            system,
+            jobs,
+            restores_per_s=restores_per_s,
+            restore_bytes=restore_bytes,
+            block_loop=block_loop,
+            seed=seed,
         )
     finally:
         await system.aclose()
@@ -254,15 +322,25 @@ async def _run_load(
     for name, job, file_name in jobs:
         file_id, _ = system.files.open(settings.directory / file_name, settings.size, direct=True)
         lanes[name] = Lane(
-            job, engine=system.engine, queue=system.queue, file_id=file_id, address=address,
-            region_bytes=settings.size, seed=seed, clock_ns=time.monotonic_ns,
+            job,
+            engine=system.engine,
+            queue=system.queue,
+            file_id=file_id,
+            address=address,
+            region_bytes=settings.size,
+            seed=seed,
+            clock_ns=time.monotonic_ns,
         )
         address += job.iodepth * job.block_bytes_max
     restores = None
     if restores_per_s:
         file_id, _ = system.files.open(settings.directory / READ_FILE, settings.size, direct=True)
         restores = Restores(
-            system, file_id, system.memory.address, settings.size, restores_per_s,
+            system,
+            file_id,
+            system.memory.address,
+            settings.size,
+            restores_per_s,
             np.random.default_rng(seed),
         )
     start = time.monotonic_ns()
@@ -306,9 +384,11 @@ async def _run_load(
         "cpu_s_per_gib": (used.user_s + used.system_s) / (total / GIB) if total else 0.0,
         "loop_lag_ns": spread_json(probe.lag),
         "service_ns": {
-            io_class.name.lower(): snapshot_json(snapshot_since(
-                after.classes[io_class].service, before.classes[io_class].service))
-            for io_class in IoClass if after.classes[io_class].pieces
+            io_class.name.lower(): snapshot_json(
+                snapshot_since(after.classes[io_class].service, before.classes[io_class].service)
+            )
+            for io_class in IoClass
+            if after.classes[io_class].pieces
         },
     }
     if restores is not None:
@@ -338,8 +418,11 @@ async def _block(scope: anyio.CancelScope) -> None:
 def read_rate(settings: Settings) -> float:
     """Return the disk's read rate in bytes per second: 4 MiB reads, 16 MiB in flight."""
     job = replace(
-        settings.job(OURS, name="rate", filename=READ_FILE, rw="randread", bs=(PAGE_BYTES,) * 2,
-                     iodepth=4), runtime=3.0)
+        settings.job(
+            OURS, name="rate", filename=READ_FILE, rw="randread", bs=(PAGE_BYTES,) * 2, iodepth=4
+        ),
+        runtime=3.0,
+    )
     result = asyncio.run(run_jobs([job]))
     figures = result.jobs[0]
     return figures.read.io_bytes / (figures.runtime_ns / 1e9)
@@ -357,16 +440,25 @@ def restore_rows(settings: Settings, share: float) -> Iterator[dict[str, Any]]:
         yield {**common, **alone, "variant": "io_uring, no writers"}
         shift = number % len(settings.variants)
         for variant in settings.variants[shift:] + settings.variants[:shift]:
-            row = asyncio.run(_load(
-                settings, variant, restores_per_s=per_second, required="steady",
-                has_background=True, seed=seed))
+            row = asyncio.run(
+                _load(
+                    settings,
+                    variant,
+                    restores_per_s=per_second,
+                    required="steady",
+                    has_background=True,
+                    seed=seed,
+                )
+            )
             yield {**common, **row}
 
 
 def small_rows(settings: Settings) -> Iterator[dict[str, Any]]:
     """256 KiB reads at depth 1: alone, against background and against required writers."""
     loads: list[tuple[str, dict[str, Any]]] = [
-        ("alone", {}), ("background", {"has_background": True}), ("required", {"required": "flood"}),
+        ("alone", {}),
+        ("background", {"has_background": True}),
+        ("required", {"required": "flood"}),
     ]
     for number in range(settings.repeats):
         for variant in settings.variants:
@@ -377,13 +469,19 @@ def small_rows(settings: Settings) -> Iterator[dict[str, Any]]:
 
 def blocked_rows(settings: Settings) -> Iterator[dict[str, Any]]:
     """A loop blocked 50 ms of every 55: 256 KiB pieces, four in the device, many accepted."""
-    narrow = [replace(variant, inflight_bytes=MIB) for variant in settings.variants
-              if variant.policy == "kvstore" and not variant.is_strict]
+    narrow = [
+        replace(variant, inflight_bytes=MIB)
+        for variant in settings.variants
+        if variant.policy == "kvstore" and not variant.is_strict
+    ]
     for number in range(settings.repeats):
         for variant in narrow:
             for block_loop in (False, True):
-                row = asyncio.run(_load(
-                    settings, variant, small_reads=512, block_loop=block_loop, seed=number + 1))
+                row = asyncio.run(
+                    _load(
+                        settings, variant, small_reads=512, block_loop=block_loop, seed=number + 1
+                    )
+                )
                 yield {"experiment": "blocked", "repeat": number, "loop_blocked": block_loop, **row}
 
 
@@ -395,8 +493,9 @@ def lag_rows(settings: Settings) -> Iterator[dict[str, Any]]:
                 continue
             idle = asyncio.run(_load(settings, variant, seed=number + 1))
             yield {"experiment": "lag", "repeat": number, "load": "idle", **idle}
-            busy = asyncio.run(_load(
-                settings, variant, small_reads=32, small_bytes=64 * KIB, seed=number + 1))
+            busy = asyncio.run(
+                _load(settings, variant, small_reads=32, small_bytes=64 * KIB, seed=number + 1)
+            )
             yield {"experiment": "lag", "repeat": number, "load": "64 KiB reads", **busy}
 
 
@@ -418,11 +517,23 @@ async def _idle(settings: Settings, variant: Variant, seconds: float) -> dict[st
     system = _open(variant, settings.job(variant, name="idle"), MIB)
     try:
         file_id, _ = system.files.open(settings.directory / READ_FILE, settings.size, direct=True)
-        job = replace(settings.job(variant, name="idle", rw="randread", bs=(64 * KIB,) * 2, iodepth=8),
-                      runtime=0.0, time_based=False, size=8 * MIB, ramp_time=0.0)
-        lane = Lane(job, engine=system.engine, queue=system.queue, file_id=file_id,
-                    address=system.memory.address, region_bytes=settings.size, seed=1,
-                    clock_ns=time.monotonic_ns)
+        job = replace(
+            settings.job(variant, name="idle", rw="randread", bs=(64 * KIB,) * 2, iodepth=8),
+            runtime=0.0,
+            time_based=False,
+            size=8 * MIB,
+            ramp_time=0.0,
+        )
+        lane = Lane(
+            job,
+            engine=system.engine,
+            queue=system.queue,
+            file_id=file_id,
+            address=system.memory.address,
+            region_bytes=settings.size,
+            seed=1,
+            clock_ns=time.monotonic_ns,
+        )
         lane.start()
         await lane.done
         await asyncio.sleep(0.5)
@@ -435,8 +546,11 @@ async def _idle(settings: Settings, variant: Variant, seconds: float) -> dict[st
     changes = {task: count - before.get(task, 0) for task, count in after.items()}
     changes[own] = changes.get(own, 0) - 1
     return {
-        "variant": variant.name, "engine": system.engine.name, "seconds": seconds,
-        "threads": len(after), "switches": sum(changes.values()),
+        "variant": variant.name,
+        "engine": system.engine.name,
+        "seconds": seconds,
+        "threads": len(after),
+        "switches": sum(changes.values()),
         "switches_by_thread": sorted(changes.values(), reverse=True),
     }
 
@@ -445,8 +559,7 @@ def idle_rows(settings: Settings) -> Iterator[dict[str, Any]]:
     """An idle engine wakes nobody (INV-129)."""
     for variant in settings.variants:
         if variant.policy == "kvstore" and not variant.is_strict:
-            yield {"experiment": "idle", "repeat": 0,
-                   **asyncio.run(_idle(settings, variant, 5.0))}
+            yield {"experiment": "idle", "repeat": 0, **asyncio.run(_idle(settings, variant, 5.0))}
 
 
 def rows_of(settings: Settings, names: list[str]) -> Iterator[dict[str, Any]]:
@@ -468,19 +581,28 @@ def rows_of(settings: Settings, names: list[str]) -> Iterator[dict[str, Any]]:
 # ---- summary ------------------------------------------------------------------------------------
 
 
+def _load_text(row: dict[str, Any]) -> str:
+    """Return what the row's load was, beyond its experiment."""
+    if "loop_blocked" in row:
+        return "loop blocked" if row["loop_blocked"] else "loop free"
+    return str(row.get("writers") or row.get("load") or "")
+
+
 def describe_row(row: dict[str, Any]) -> str:
     """Return one line about a row."""
     parts = [f"{row['experiment']}: {row['variant']}"]
-    for key in ("writers", "loop_blocked", "load"):
-        if key in row:
-            parts.append(f"{key}={row[key]}")
-    for name in ("restore", "small", "required"):
-        if f"{name}_ns" in row:
-            spread = row[f"{name}_ns"]
-            parts.append(f"{name} p50 {spread['p50'] / 1e6:.2f} p99 {spread['p99'] / 1e6:.2f} ms")
-    for name in ("restore", "small", "background"):
-        if f"{name}_bw_bytes" in row:
-            parts.append(f"{name} {row[f'{name}_bw_bytes'] / MIB:.0f} MiB/s")
+    if load := _load_text(row):
+        parts.append(load)
+    parts += [
+        f"{name} p50 / p99 {_ms(row, f'{name}_ns')} ms"
+        for name in ("restore", "small", "required")
+        if f"{name}_ns" in row
+    ]
+    parts += [
+        f"{name} {row[f'{name}_bw_bytes'] / MIB:.0f} MiB/s"
+        for name in ("restore", "small", "background")
+        if f"{name}_bw_bytes" in row
+    ]
     if "switches" in row:
         parts.append(f"{row['switches']} switches of {row['threads']} threads")
     elif row.get("cpu_s_per_gib"):
@@ -489,7 +611,13 @@ def describe_row(row: dict[str, Any]) -> str:
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return (row["experiment"], row["variant"], row.get("writers"), row.get("loop_blocked"), row.get("load"))
+    return (
+        row["experiment"],
+        row["variant"],
+        row.get("writers"),
+        row.get("loop_blocked"),
+        row.get("load"),
+    )
 
 
 def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -508,12 +636,19 @@ def _summary(group: list[dict[str, Any]]) -> dict[str, Any]:
     for key, value in first.items():
         if key.endswith("_ns") and isinstance(value, dict) and "p50" in value:
             out[key] = {
-                name: median([row[key][name] for row in group]) for name in ("mean", "p50", "p90", "p99", "max")
+                name: median([row[key][name] for row in group])
+                for name in ("mean", "p50", "p90", "p99", "max")
             }
             out[key]["p99_range"] = [
-                min(row[key]["p99"] for row in group), max(row[key]["p99"] for row in group)
+                min(row[key]["p99"] for row in group),
+                max(row[key]["p99"] for row in group),
             ]
-        elif key.endswith("_bw_bytes") or key in ("cpu_s_per_gib", "switches", "read_rate", "failed"):
+        elif key.endswith("_bw_bytes") or key in (
+            "cpu_s_per_gib",
+            "switches",
+            "read_rate",
+            "failed",
+        ):
             out[key] = median([row[key] for row in group])
     service = [row.get("service_ns", {}).get("read") for row in group]
     if all(service):
@@ -526,12 +661,12 @@ def _summary(group: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _ms(row: dict[str, Any], key: str) -> str:
     if key not in row:
-        return "–"
+        return "-"
     return f"{row[key]['p50'] / 1e6:.2f} / {row[key]['p99'] / 1e6:.2f}"
 
 
 def _rate(row: dict[str, Any], key: str) -> str:
-    return f"{row[key] / MIB:.0f}" if key in row else "–"
+    return f"{row[key] / MIB:.0f}" if key in row else "-"
 
 
 def table_text(rows: list[dict[str, Any]]) -> str:
@@ -545,19 +680,19 @@ def table_text(rows: list[dict[str, Any]]) -> str:
             parts += [f"| {row['variant']} | {row['switches']:.0f} |" for row in mine]
         else:
             parts += [
-                "| variant | load | restore p50 / p99 ms | small read p50 / p99 ms | required p50 / p99 ms | "
-                "read MiB/s | background MiB/s | read service p50 / p99 ms | loop lag p99 ms | CPU s/GiB |",
+                "| variant | load | restore p50 / p99 ms | small read p50 / p99 ms "
+                "| required p50 / p99 ms | read MiB/s | background MiB/s "
+                "| read service p50 / p99 ms | loop lag p99 ms | CPU s/GiB |",
                 "|---|---|---|---|---|---|---|---|---|---|",
             ]
             for row in mine:
-                load = row.get("writers") or row.get("load") or (
-                    "" if "loop_blocked" not in row else "loop blocked" if row["loop_blocked"] else "loop free"
-                )
                 read = "restore_bw_bytes" if "restore_bw_bytes" in row else "small_bw_bytes"
                 parts.append(
-                    f"| {row['variant']} | {load or '–'} | {_ms(row, 'restore_ns')} | {_ms(row, 'small_ns')} | "
-                    f"{_ms(row, 'required_ns')} | {_rate(row, read)} | {_rate(row, 'background_bw_bytes')} | "
-                    f"{_ms(row, 'read_service_ns')} | {row['loop_lag_ns']['p99'] / 1e6:.2f} | "
+                    f"| {row['variant']} | {_load_text(row) or '-'} "
+                    f"| {_ms(row, 'restore_ns')} | {_ms(row, 'small_ns')} "
+                    f"| {_ms(row, 'required_ns')} | {_rate(row, read)} "
+                    f"| {_rate(row, 'background_bw_bytes')} "
+                    f"| {_ms(row, 'read_service_ns')} | {row['loop_lag_ns']['p99'] / 1e6:.2f} | "
                     f"{row['cpu_s_per_gib']:.3f} |"
                 )
         parts.append("")
@@ -586,6 +721,7 @@ def run_mixed(options: dict[str, Any]) -> dict[str, Any]:
 
     Raises: JobError.
     """
+
     def say(line: str) -> None:
         click.echo(line, err=True)
 
@@ -603,8 +739,13 @@ def run_mixed(options: dict[str, Any]) -> dict[str, Any]:
     if size < 64 * MIB or size % RESTORE_BYTES:
         raise JobError("--size", "must be a multiple of 16m and at least 64m")
     settings = Settings(
-        directory=directory, size=size, runtime=numbers["runtime"], ramp_time=numbers["ramp_time"],
-        repeats=options["repeats"], variants=variants, say=say,
+        directory=directory,
+        size=size,
+        runtime=numbers["runtime"],
+        ramp_time=numbers["ramp_time"],
+        repeats=options["repeats"],
+        variants=variants,
+        say=say,
     )
     try:
         _lay_out(settings)
@@ -613,7 +754,7 @@ def run_mixed(options: dict[str, Any]) -> dict[str, Any]:
         if not options["keep"]:
             for name in (READ_FILE, WRITE_FILE):
                 (directory / name).unlink(missing_ok=True)
-    result = {
+    result: dict[str, Any] = {
         "kind": "mixed",
         "version": cli.package_version(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -637,23 +778,34 @@ def _lay_out(settings: Settings) -> None:
     for name in (READ_FILE, WRITE_FILE):
         settings.say(f"laying out {name}")
         job = replace(
-            settings.job(OURS, name="layout", filename=name, rw="read", bs=(PAGE_BYTES,) * 2, iodepth=4),
-            runtime=0.01, ramp_time=0.0, time_based=True,
+            settings.job(
+                OURS, name="layout", filename=name, rw="read", bs=(PAGE_BYTES,) * 2, iodepth=4
+            ),
+            runtime=0.01,
+            ramp_time=0.0,
+            time_based=True,
         )
         asyncio.run(run_jobs([job]))
 
 
 @click.command()
 @click.option("--directory", required=True, help="the only place where files are made")
-@click.option("--experiments", default="", help=f"a list of {', '.join(EXPERIMENTS)} (default: all)")
+@click.option(
+    "--experiments", default="", help=f"a list of {', '.join(EXPERIMENTS)} (default: all)"
+)
 @click.option("--variants", default="", help="engines and policies, ';' between (default: all)")
 @click.option("--size", default="4g", show_default=True, help="bytes of each of the two files")
 @click.option("--runtime", default="10", show_default=True, help="measured seconds per run")
 @click.option("--ramp_time", default="1", show_default=True, help="seconds before measuring")
 @click.option("--repeats", type=click.IntRange(1, 1000), default=3, show_default=True)
 @click.option("--keep", is_flag=True, help="leave the files for another run")
-@click.option("--output-format", "output_format", default="normal", show_default=True,
-              help="normal, json, or both with a comma between")
+@click.option(
+    "--output-format",
+    "output_format",
+    default="normal",
+    show_default=True,
+    help="normal, json, or both with a comma between",
+)
 @click.option("--output", help="write the JSON to this file")
 def command(**options: Any) -> None:
     """Measure restores, small reads and the loop while writers saturate the disk.
@@ -664,4 +816,3 @@ def command(**options: Any) -> None:
         run_mixed(options)
     except JobError as error:
         raise bad_job(error) from None
-

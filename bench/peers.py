@@ -101,15 +101,29 @@ def _need_module(name: str) -> Callable[[], None]:
 def fio_arguments(work: Workload, ioengine: str) -> list[str]:
     """Return fio's options for a workload: its best settings on the same kind of memory."""
     arguments = [
-        "--name=compare", f"--filename={work.path}", f"--size={work.size}", f"--rw={work.rw}",
-        f"--bs={work.bs}", "--direct=1", f"--ioengine={ioengine}", f"--runtime={work.runtime:g}s",
-        "--time_based", f"--ramp_time={work.ramp_time:g}s", f"--randseed={work.seed}",
-        "--group_reporting", "--output-format=json", "--fallocate=none", "--allow_file_create=0",
+        "--name=compare",
+        f"--filename={work.path}",
+        f"--size={work.size}",
+        f"--rw={work.rw}",
+        f"--bs={work.bs}",
+        "--direct=1",
+        f"--ioengine={ioengine}",
+        f"--runtime={work.runtime:g}s",
+        "--time_based",
+        f"--ramp_time={work.ramp_time:g}s",
+        f"--randseed={work.seed}",
+        "--group_reporting",
+        "--output-format=json",
+        "--fallocate=none",
+        "--allow_file_create=0",
         "--iomem=mmap",
     ]
     if ioengine == "io_uring":
         arguments += [
-            f"--iodepth={work.iodepth}", "--fixedbufs=1", "--registerfiles=1", "--nonvectored=1",
+            f"--iodepth={work.iodepth}",
+            "--fixedbufs=1",
+            "--registerfiles=1",
+            "--nonvectored=1",
         ]
     else:
         arguments += [f"--numjobs={PSYNC_JOBS}", "--thread"]
@@ -157,8 +171,12 @@ def fio_rival(program: str, ioengine: str) -> Rival:
         found = shutil.which(program)
         assert found is not None
         done = subprocess.run(  # noqa: S603  (the program the caller named)
-            [found, *fio_arguments(work, ioengine)], capture_output=True, text=True, check=False,
-            cwd=work.path.parent, timeout=work.runtime + work.ramp_time + 120,
+            [found, *fio_arguments(work, ioengine)],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=work.path.parent,
+            timeout=work.runtime + work.ramp_time + 120,
         )
         if done.returncode:
             raise Unavailable(f"fio failed: {(done.stderr or done.stdout).strip()[:200]}")
@@ -174,10 +192,20 @@ def fio_rival(program: str, ioengine: str) -> Rival:
 def job_of(work: Workload, ioengine: str, **changes: Any) -> JobSpec:
     """Return the job of `kvstore-bench io` that is this workload."""
     return JobSpec(
-        name="compare", directory=str(work.path.parent), filename=work.path.name, size=work.size,
-        rw=work.rw, bs=(work.bs, work.bs), iodepth=work.iodepth, runtime=work.runtime,
-        time_based=True, ramp_time=work.ramp_time, ioengine=ioengine, memory=work.memory,
-        randseed=work.seed, **changes,
+        name="compare",
+        directory=str(work.path.parent),
+        filename=work.path.name,
+        size=work.size,
+        rw=work.rw,
+        bs=(work.bs, work.bs),
+        iodepth=work.iodepth,
+        runtime=work.runtime,
+        time_based=True,
+        ramp_time=work.ramp_time,
+        ioengine=ioengine,
+        memory=work.memory,
+        randseed=work.seed,
+        **changes,
     )
 
 
@@ -194,7 +222,9 @@ def own_rival(ioengine: str, *, name: str = "", **changes: Any) -> Rival:
         return Measurement(
             bw_bytes=float(figures["bw_bytes"]),
             iops=float(figures["iops"]),
-            clat_ns=_percentiles(figures["clat_ns"].get("percentile", {}), figures["clat_ns"]["mean"]),
+            clat_ns=_percentiles(
+                figures["clat_ns"].get("percentile", {}), figures["clat_ns"]["mean"]
+            ),
             cpu_s_per_gib=entry["kvstore"]["cpu_s_per_gib"],
             loop_lag_ns=_percentiles(lag.get("percentile", {}), lag["mean"]),
             notes=list(entry["kvstore"]["warnings"]),
@@ -243,8 +273,10 @@ class _Tally:
             bw_bytes=moved / seconds,
             iops=self.count / seconds,
             clat_ns={
-                "mean": self.lat.mean_ns, "p50": float(self.lat.percentile_ns(50)),
-                "p99": float(self.lat.percentile_ns(99)), "p99.9": float(self.lat.percentile_ns(99.9)),
+                "mean": self.lat.mean_ns,
+                "p50": float(self.lat.percentile_ns(50)),
+                "p99": float(self.lat.percentile_ns(99)),
+                "p99.9": float(self.lat.percentile_ns(99.9)),
             },
             cpu_s_per_gib=(used.user_s + used.system_s) / (moved / GIB) if moved else 0.0,
         )
@@ -296,7 +328,7 @@ def _executor_run(work: Workload) -> Measurement:
     async def body(tally: _Tally, number: int) -> None:
         loop = asyncio.get_running_loop()
         take = _offsets(work, number)
-        buffer = memoryview(view)[number * work.bs : (number + 1) * work.bs]
+        buffer = view[number * work.bs : (number + 1) * work.bs].data
         while not tally.is_over:
             started = time.monotonic_ns()
             if work.is_read:
@@ -369,9 +401,13 @@ def _raw_block_run(work: Workload) -> Measurement:
     module = importlib.import_module("lmcache_rust_raw_block_io")
     depth = max(2, work.iodepth)
     memory = open_memory(depth * work.bs, work.memory)
-    view = memoryview(memory.view())
+    view = memory.view()
     device = module.RawBlockDevice(
-        str(work.path), True, use_odirect=True, alignment=4096, io_engine="io_uring",
+        str(work.path),
+        True,
+        use_odirect=True,
+        alignment=4096,
+        io_engine="io_uring",
         iouring_queue_depth=max(depth, 16),
     )
     notes = []
@@ -387,7 +423,9 @@ def _raw_block_run(work: Workload) -> Measurement:
         take = _offsets(work, half)
         count = depth // 2
         first = half * count
-        buffers = [view[(first + i) * work.bs : (first + i + 1) * work.bs] for i in range(count)]
+        buffers = [
+            view[(first + i) * work.bs : (first + i + 1) * work.bs].data for i in range(count)
+        ]
         move = device.batched_read if work.is_read else device.batched_write
         while not tally.is_over and not failures:
             started = time.monotonic_ns()
@@ -421,10 +459,14 @@ def all_rivals(fio: str) -> list[Rival]:
         own_rival("serial"),
         fio_rival(fio, "psync"),
         Rival(name="executor", caching="buffered", check=_nothing, run=_executor_run),
-        Rival(name="aiofiles", caching="buffered", check=_need_module("aiofiles"), run=_aiofiles_run),
+        Rival(
+            name="aiofiles", caching="buffered", check=_need_module("aiofiles"), run=_aiofiles_run
+        ),
         Rival(name="caio", caching="buffered", check=_need_module("caio"), run=_caio_run),
         Rival(
-            name="lmcache-raw-block", caching="direct",
-            check=_need_module("lmcache_rust_raw_block_io"), run=_raw_block_run,
+            name="lmcache-raw-block",
+            caching="direct",
+            check=_need_module("lmcache_rust_raw_block_io"),
+            run=_raw_block_run,
         ),
     ]

@@ -24,9 +24,9 @@ def _figure(width: float = 8.0, height: float = 3.6) -> tuple[Any, Any]:
     import matplotlib as mpl
 
     mpl.use("svg")
-    from matplotlib import pyplot
+    import matplotlib.pyplot as plt
 
-    figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
+    figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -35,17 +35,21 @@ def _figure(width: float = 8.0, height: float = 3.6) -> tuple[Any, Any]:
 
 
 def _svg(figure: Any) -> str:
-    from matplotlib import pyplot
+    import matplotlib.pyplot as plt
 
     buffer = io.StringIO()
     # no date inside, so that equal results give equal files
     figure.savefig(buffer, format="svg", metadata={"Date": None})
-    pyplot.close(figure)
+    plt.close(figure)
     text = buffer.getvalue()
     return text[text.index("<svg") :]
 
 
-def _bars(axes: Any, names: list[str], groups: list[tuple[str, list[float], list[tuple[float, float]] | None]]) -> None:
+def _bars(
+    axes: Any,
+    names: list[str],
+    groups: list[tuple[str, list[float], list[tuple[float, float]] | None]],
+) -> None:
     width = 0.8 / max(len(groups), 1)
     for number, (label, values, ranges) in enumerate(groups):
         places = [i + (number - (len(groups) - 1) / 2) * width for i in range(len(names))]
@@ -56,8 +60,13 @@ def _bars(axes: Any, names: list[str], groups: list[tuple[str, list[float], list
                 [max(high - value, 0) for value, (_, high) in zip(values, ranges, strict=True)],
             ]
         axes.bar(
-            places, values, width * 0.92, label=label, color=COLOURS[number % len(COLOURS)],
-            yerr=errors, error_kw={"elinewidth": 0.8, "ecolor": "#444444", "capsize": 1.5},
+            places,
+            values,
+            width * 0.92,
+            label=label,
+            color=COLOURS[number % len(COLOURS)],
+            yerr=errors,
+            error_kw={"elinewidth": 0.8, "ecolor": "#444444", "capsize": 1.5},
         )
     axes.set_xticks(range(len(names)), names)
 
@@ -80,7 +89,11 @@ def compare_plots(result: dict[str, Any]) -> list[Plot]:
 
 
 def _compare_plot(
-    rw: str, sizes: list[int], engines: list[str], table: dict[tuple[str, int], dict[str, Any]], what: str
+    rw: str,
+    sizes: list[int],
+    engines: list[str],
+    table: dict[tuple[str, int], dict[str, Any]],
+    what: str,
 ) -> Plot:
     figure, axes = _figure()
     groups: list[tuple[str, list[float], list[tuple[float, float]] | None]] = []
@@ -145,14 +158,19 @@ def _restore_plot(experiment: str, rows: list[dict[str, Any]]) -> Plot:
         (f"restore {name}", [row["restore_ns"][name] / 1e6 for row in rows], None)
         for name in ("p50", "p99")
     ]
-    groups.append(("required p99", [row.get("required_ns", {}).get("p99", 0) / 1e6 for row in rows], None))
+    groups.append(
+        ("required p99", [row.get("required_ns", {}).get("p99", 0) / 1e6 for row in rows], None)
+    )
     _bars(axes, names, groups)
     axes.set_yscale("log")
     axes.set_ylabel("ms")
     axes.tick_params(axis="x", labelsize=7)
     right = axes.twinx()
     right.plot(
-        range(len(rows)), [row.get("background_bw_bytes", 0) / MIB for row in rows], "k_", markersize=14,
+        range(len(rows)),
+        [row.get("background_bw_bytes", 0) / MIB for row in rows],
+        "k_",
+        markersize=14,
         label="background MiB/s",
     )
     right.set_ylabel("background MiB/s")
@@ -162,7 +180,7 @@ def _restore_plot(experiment: str, rows: list[dict[str, Any]]) -> Plot:
     share = experiment.removeprefix("restore")
     return Plot(
         f"Restores at {share} % of the read rate, with writers",
-        "16 MiB restores arriving at random, 4 MiB required writes 20/s, background always backlogged.",
+        "16 MiB restores at random times, 4 MiB required writes 20/s, background backlogged.",
         _svg(figure),
     )
 
@@ -184,7 +202,9 @@ def _small_plot(rows: list[dict[str, Any]]) -> Plot:
     axes.tick_params(axis="x", labelsize=7)
     axes.legend(fontsize=7, frameon=False)
     return Plot(
-        "256 KiB reads at depth 1", "p99 alone, and while writers of one class saturate the disk.", _svg(figure)
+        "256 KiB reads at depth 1",
+        "p99 alone, and while writers of one class saturate the disk.",
+        _svg(figure),
     )
 
 
@@ -201,7 +221,9 @@ def io_plots(result: dict[str, Any]) -> list[Plot]:
             axes.plot(
                 [1 / (1 - percent / 100) for percent, _ in points if percent < 100],
                 [value for percent, value in points if percent < 100],
-                marker=".", linewidth=1.2, label=f"{job['jobname']} {side}",
+                marker=".",
+                linewidth=1.2,
+                label=f"{job['jobname']} {side}",
             )
             drawn = True
     if not drawn:
@@ -220,12 +242,15 @@ def io_plots(result: dict[str, Any]) -> list[Plot]:
 def rows_plots(result: dict[str, Any]) -> list[Plot]:
     """Return one bar chart per numeric column of any result that has named rows."""
     rows = [row for row in result.get("rows", []) if isinstance(row, dict)]
-    label = next((key for key in ("name", "row", "engine", "variant", "case") if rows and key in rows[0]), "")
+    label = next(
+        (key for key in ("name", "row", "engine", "variant", "case") if rows and key in rows[0]), ""
+    )
     if not label:
         return []
     plots = []
     columns = [
-        key for key, value in rows[0].items()
+        key
+        for key, value in rows[0].items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     ]
     for column in columns[:8]:
