@@ -31,10 +31,11 @@ from .fioformat import snapshot_json
 from .io import bad_job, check_output, output_formats
 from .iofiles import check_directory
 from .ioloop import Lane
-from .iorun import LagProbe, run_jobs, usage_now, usage_since
+from .iorun import run_jobs, usage_now, usage_since
 from .iostats import Latencies, median, snapshot_since
 from .iosystem import System, io_config, open_system
 from .jobs import GIB, KIB, MIB, JobError, JobSpec, parse_size, parse_time
+from .looplag import LagProbe
 
 READ_FILE, WRITE_FILE = "kvstore-bench-mixed-read.dat", "kvstore-bench-mixed-write.dat"
 RESTORE_BYTES, PAGE_BYTES = 16 * MIB, 4 * MIB
@@ -348,7 +349,7 @@ async def _run_load(
     for lane in lanes.values():
         lane.window_ns = window_ns
         lane.start()
-    probe = LagProbe(time.monotonic_ns)
+    probe = LagProbe()
     async with anyio.create_task_group() as tasks:
         if restores is not None:
             restores.window_ns = window_ns
