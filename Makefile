@@ -119,7 +119,7 @@ coverage: setup
 # belongs to the compiler. Leaks are not asked for: the interpreter keeps memory until it exits.
 ASAN_LIBRARY = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
 
-SANITIZE_TESTS ?= $(wildcard tests/uring tests/unit/test_uring_*.py tests/unit/test_device_*.py)
+SANITIZE_TESTS ?= $(wildcard tests/uring tests/unit/uring tests/unit/device tests/unit/test_uring_*.py)
 
 .PHONY: sanitize
 sanitize: setup

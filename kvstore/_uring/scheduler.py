@@ -134,33 +134,42 @@ class Scheduler:
     def class_stats(self, io_class: IoClass, errors: dict[int, int]) -> ClassStats:
         """Return the counters of one class; ``errors`` is what the caller counted."""
         counts: Any = ffi.new("kvs_class_counts *")
+        wait: Any = ffi.new("kvs_histogram *")
+        service: Any = ffi.new("kvs_histogram *")
         lib.kvs_sched_count(self._handle, io_class, counts)
-        return ClassStats(
-            issued_bytes=counts.issued_bytes,
-            promoted_in_bytes=counts.promoted_in_bytes,
-            promoted_out_bytes=counts.promoted_out_bytes,
-            done_bytes=counts.done_bytes,
-            failed_bytes=counts.failed_bytes,
-            withdrawn_bytes=counts.withdrawn_bytes,
-            queued_bytes=counts.queued_bytes,
-            inflight_bytes=counts.inflight_bytes,
-            transfers=counts.transfers,
-            pieces=counts.pieces,
-            promotions=counts.promotions,
-            aged_dispatches=counts.aged,
-            read_bytes=counts.read_bytes,
-            written_bytes=counts.written_bytes,
-            queue_wait=self._histogram(io_class, 0),
-            service=self._histogram(io_class, 1),
-            errors=dict(errors),
-        )
+        lib.kvs_sched_histogram(self._handle, io_class, lib.KVS_WAIT, wait)
+        lib.kvs_sched_histogram(self._handle, io_class, lib.KVS_SERVICE, service)
+        return class_stats(counts, wait, service, dict(errors))
 
-    def _histogram(self, io_class: IoClass, kind: int) -> LatencySnapshot:
-        record: Any = ffi.new("kvs_histogram *")
-        lib.kvs_sched_histogram(self._handle, io_class, kind, record)
-        pairs = tuple(
-            (LatencyHistogram.bucket_floor_ns(bucket), count)
-            for bucket, count in enumerate(ffi.unpack(record.counts, LatencyHistogram.BUCKETS))
-            if count
-        )
-        return LatencySnapshot(pairs, record.total, record.sum_ns, record.max_ns)
+
+def class_stats(counts: Any, wait: Any, service: Any, errors: dict[int, int]) -> ClassStats:
+    """Turn the C records of one class into a snapshot."""
+    return ClassStats(
+        issued_bytes=counts.issued_bytes,
+        promoted_in_bytes=counts.promoted_in_bytes,
+        promoted_out_bytes=counts.promoted_out_bytes,
+        done_bytes=counts.done_bytes,
+        failed_bytes=counts.failed_bytes,
+        withdrawn_bytes=counts.withdrawn_bytes,
+        queued_bytes=counts.queued_bytes,
+        inflight_bytes=counts.inflight_bytes,
+        transfers=counts.transfers,
+        pieces=counts.pieces,
+        promotions=counts.promotions,
+        aged_dispatches=counts.aged,
+        skipped=counts.skipped,
+        read_bytes=counts.read_bytes,
+        written_bytes=counts.written_bytes,
+        queue_wait=_latency(wait),
+        service=_latency(service),
+        errors=errors,
+    )
+
+
+def _latency(record: Any) -> LatencySnapshot:
+    pairs = tuple(
+        (LatencyHistogram.bucket_floor_ns(bucket), count)
+        for bucket, count in enumerate(ffi.unpack(record.counts, LatencyHistogram.BUCKETS))
+        if count
+    )
+    return LatencySnapshot(pairs, record.total, record.sum_ns, record.max_ns)

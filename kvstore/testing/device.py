@@ -273,6 +273,12 @@ class SimDevice:
         """
         self._injected.setdefault(call, []).append((nth, code))
 
+    def clear_injected(self) -> bool:
+        """Forget what was injected and not reached; tells whether there was any."""
+        left = bool(self._injected)
+        self._injected.clear()
+        return left
+
     def fail(self, code: int = CODE_LAUNCH_FAILED) -> None:
         """Lose the device: later calls raise, and pending notifications complete with it."""
         if code not in STICKY_CODES:

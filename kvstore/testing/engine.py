@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any, cast, final
 
@@ -19,7 +19,6 @@ from kvstore._uring.base import (
     CANCELLED,
     DEADLINE,
     END_OF_FILE,
-    MISMATCH,
     OK,
     CompletionFlag,
     Completions,
@@ -28,8 +27,8 @@ from kvstore._uring.base import (
     SubmitFlag,
 )
 from kvstore._uring.scheduler import DispatchedPiece, Scheduler
-from kvstore.config import ALIGNMENT_BYTES, IoClass, IoConfig
-from kvstore.errors import BusyError, StoreClosed
+from kvstore.config import ALIGNMENT_BYTES, HEADER_BYTES, IoClass, IoConfig
+from kvstore.errors import BusyError, EngineError, StoreClosed
 from kvstore.stats import EngineStats
 from kvstore.testing.completions import SimCompletions
 from kvstore.testing.faults import Fault, FaultKind, FaultPlan
@@ -39,6 +38,7 @@ from kvstore.testing.memory import Bytes, memory_view
 from kvstore.testing.seal import seal, verify
 
 RETRIES_MAX = 8  # INV-117
+CHECKSUM_BYTES_PER_S = 10 << 30
 NO_DEADLINE = (1 << 64) - 1
 
 
@@ -65,13 +65,15 @@ class _Transfer:
     is_told: bool = False
     is_gate_told: bool = False
     is_sealed: bool = False
-    retry_count: int = 0
+    is_checking: bool = False
+    moved: int = 0
+    tries: dict[int, int] = field(default_factory=dict)  # by piece, without progress
     timer: asyncio.TimerHandle | None = None
 
     @property
     def length(self) -> int:
-        """Header and payload, one contiguous range."""
-        return self.header_bytes + self.payload_bytes
+        """Header and padded payload, one contiguous range (INV-339)."""
+        return self.header_bytes - (-self.payload_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def memory(self) -> Bytes:
         """The bytes of the slot, as native code sees them."""
@@ -122,7 +124,7 @@ class SimEngine:
         self._errors: tuple[dict[int, int], ...] = ({}, {}, {})
         self._drains: list[tuple[int, asyncio.Future[None]]] = []
         self._is_closing = False
-        self._is_crashed = False
+        self.is_crashed = False
         self._memory: dict[int, int] = {}
         self._counters = dict.fromkeys(
             ("short_transfers", "retries", "mismatches", "deadlines", "cancelled", "submit_calls"),
@@ -178,6 +180,8 @@ class SimEngine:
         """Take a batch; dispatch happens in this call as far as the bounds allow."""
         if self._is_closing:
             raise StoreClosed("the engine is stopping")
+        if not all(self._is_valid(record) for record in submissions):
+            raise EngineError("submission refused: Invalid argument", errno=errno.EINVAL)
         self._counters["submit_calls"] += 1
         now_ns = self._now_ns()
         for record in submissions:
@@ -188,6 +192,7 @@ class SimEngine:
                 number, io_class, transfer.opcode, transfer.header_bytes, transfer.length
             ):
                 transfer.status = -errno.ENOBUFS  # above the cap: skipped, not delayed (INV-111)
+                record["handle"] = 0
                 self._report(transfer)
                 continue
             self._sched.ready(number, now_ns)
@@ -197,6 +202,24 @@ class SimEngine:
                     deadline_ns / 1e9, self._deadline_passed, transfer
                 )
         self._dispatch()
+
+    def _is_valid(self, record: np.void) -> bool:
+        """Tell what the native engines refuse: nothing of a batch with a bad record is taken."""
+        is_read = record["opcode"] == Opcode.READ
+        flags, header = SubmitFlag(int(record["flags"])), int(record["header_bytes"])
+        return bool(
+            int(record["file_id"]) in self._files
+            and int(record["io_class"]) <= IoClass.BACKGROUND
+            and (record["io_class"] != IoClass.READ or is_read)
+            and header in {0, HEADER_BYTES}
+            and record["payload_bytes"] > 0
+            and record["address"] > 0
+            and record["address"] % ALIGNMENT_BYTES == 0
+            and record["offset"] % ALIGNMENT_BYTES == 0
+            and (not flags & SubmitFlag.VERIFY or (is_read and header))
+            and (not flags & SubmitFlag.SEAL or (not is_read and header))
+            and (record["gate_word"] < 0 or (self.gate is not None and is_read))
+        )
 
     def _transfer(self, queue: SimCompletions, record: np.void) -> _Transfer:
         if self._numbers:
@@ -222,9 +245,6 @@ class SimEngine:
             gate_word=int(record["gate_word"]),
             gate_generation=int(record["gate_generation"]),
         )
-        assert transfer.file_id in self._files, "a transfer names a registered file"
-        assert transfer.address % ALIGNMENT_BYTES == 0, "slots are 4 KiB aligned"
-        assert transfer.offset % ALIGNMENT_BYTES == 0, "slots are 4 KiB aligned in the file"
         self._transfers[number] = transfer
         return transfer
 
@@ -244,12 +264,24 @@ class SimEngine:
     def cancel(self, handle: int) -> bool:
         """Withdraw queued pieces; the end follows the last piece in flight (INV-118)."""
         transfer = self._find(handle)
-        if transfer is None or transfer.is_told or transfer.status != OK:
+        if transfer is None or not self._end_early(transfer, CANCELLED):
             return False
         self._counters["cancelled"] += 1
-        transfer.status = CANCELLED
+        return True
+
+    def _end_early(self, transfer: _Transfer, status: int) -> bool:
+        """Withdraw what is queued; tell the waiter at once if pieces are still in flight."""
+        if transfer.is_told:
+            return False
+        if transfer.status == OK:
+            transfer.status = status
         self._sched.withdraw(transfer.number)
-        self._tell_gate(transfer)
+        if self._sched.inflight(transfer.number) or transfer.is_checking:
+            self._tell_gate(transfer)
+            transfer.is_told = True
+            transfer.queue.post(
+                transfer.token, transfer.status, CompletionFlag.VERDICT, transfer.moved
+            )
         self._finish(transfer)
         self._dispatch()
         return True
@@ -318,12 +350,12 @@ class SimEngine:
         return length
 
     def _complete(self, piece: DispatchedPiece, fault: Fault | None) -> None:
-        if self._is_crashed:
+        if self.is_crashed:
             return
         transfer, now_ns = self._transfers[piece.transfer], self._now_ns()
         result = self._perform(transfer, piece, fault)
         if result == piece.length:
-            transfer.retry_count = 0
+            transfer.moved += result
             self._sched.done(piece.piece, now_ns, ok=True)
         else:
             self._came_back_short(transfer, piece, result, now_ns)
@@ -334,46 +366,39 @@ class SimEngine:
         self, transfer: _Transfer, piece: DispatchedPiece, result: int, now_ns: int
     ) -> None:
         """Requeue the rest of a short or retried piece at the head, or fail its transfer."""
-        if result < 0:
-            errors = self._errors[piece.io_class]
-            errors[-result] = errors.get(-result, 0) + 1
-        else:
-            self._counters["short_transfers"] += 1
-        moved = max(0, result) // ALIGNMENT_BYTES * ALIGNMENT_BYTES  # INV-116
-        transfer.retry_count = 0 if moved else transfer.retry_count + 1
-        status = OK
-        if result == 0:
-            status = END_OF_FILE
-        elif result < 0 and -result not in (errno.EAGAIN, errno.EINTR):
-            status = result
-        elif transfer.retry_count > RETRIES_MAX:
-            status = result if result < 0 else -errno.EIO
-        if status != OK:
+        is_retry = -result in (errno.EAGAIN, errno.EINTR)
+        if transfer.status != OK:  # over already: nothing is tried again
             self._sched.done(piece.piece, now_ns, ok=False)
-            self._fail(transfer, status)
-            return
-        self._counters["retries"] += moved == 0
-        self._sched.again(piece.piece, moved, now_ns)
-        if transfer.status != OK:  # cancelled or failed meanwhile
-            self._sched.withdraw(transfer.number)
+            if result < 0 and not is_retry:
+                self._count_error(piece.io_class, result)
+        elif result > 0 or is_retry:
+            self._counters["short_transfers" if result > 0 else "retries"] += 1
+            moved = max(0, result) // ALIGNMENT_BYTES * ALIGNMENT_BYTES  # INV-116
+            tries = 0 if moved else transfer.tries.get(piece.piece, 0) + 1
+            transfer.tries[piece.piece] = tries
+            transfer.moved += moved
+            if tries > RETRIES_MAX:
+                self._fail_piece(transfer, piece, min(result, 0) or -errno.EIO, now_ns)
+            else:
+                self._sched.again(piece.piece, moved, now_ns)
+        else:
+            self._fail_piece(transfer, piece, result or END_OF_FILE, now_ns)
 
-    def _fail(self, transfer: _Transfer, status: int) -> None:
-        if transfer.status == OK:
-            transfer.status = status
-            self._sched.withdraw(transfer.number)
+    def _count_error(self, io_class: int, status: int) -> None:
+        errors = self._errors[io_class]
+        errors[-status] = errors.get(-status, 0) + 1
+
+    def _fail_piece(
+        self, transfer: _Transfer, piece: DispatchedPiece, status: int, now_ns: int
+    ) -> None:
+        """The first failure decides; queued pieces are skipped (INV-113)."""
+        self._sched.done(piece.piece, now_ns, ok=False)
+        self._count_error(piece.io_class, status)
+        transfer.status = status
+        self._sched.withdraw(transfer.number)
 
     def _deadline_passed(self, transfer: _Transfer) -> None:
-        if transfer.status != OK or transfer.is_told:
-            return
-        self._counters["deadlines"] += 1
-        transfer.status = DEADLINE
-        self._sched.withdraw(transfer.number)
-        self._tell_gate(transfer)
-        if self._sched.inflight(transfer.number):
-            transfer.is_told = True
-            transfer.queue.post(transfer.token, DEADLINE, CompletionFlag.VERDICT, 0)
-        self._finish(transfer)
-        self._dispatch()
+        self._counters["deadlines"] += self._end_early(transfer, DEADLINE)
 
     def _tell_gate(self, transfer: _Transfer) -> None:
         if transfer.gate_word >= 0 and not transfer.is_gate_told:
@@ -388,26 +413,42 @@ class SimEngine:
             return
         if sched.inflight(number) or sched.queued_bytes(number):
             return
-        sched.remove(number)
+        if transfer.is_checking:
+            return
         if transfer.status == OK and transfer.flags & SubmitFlag.VERIFY:
-            transfer.status = verify(
-                transfer.memory(), transfer.identity, transfer.payload_bytes, transfer.flags
-            )
-            self._counters["mismatches"] += transfer.status == MISMATCH
+            transfer.is_checking = True  # off the loop in the real engines: it takes time
+            delay_ns = transfer.length * 10**9 // CHECKSUM_BYTES_PER_S
+            self._loop.call_later(delay_ns / 1e9, self._verify, transfer)
+            return
+        self._report(transfer)
+
+    def _verify(self, transfer: _Transfer) -> None:
+        if self.is_crashed:
+            return
+        transfer.is_checking = False
+        status = verify(
+            transfer.memory(), transfer.identity, transfer.payload_bytes, transfer.flags
+        )
+        if status != OK and transfer.status == OK:
+            transfer.status = status
+            self._counters["mismatches"] += 1
+            self._count_error(transfer.io_class, status)
         self._report(transfer)
 
     def _report(self, transfer: _Transfer) -> None:
         """Give the number back and report the end, exactly once."""
+        if transfer.status != -errno.ENOBUFS:
+            self._sched.remove(transfer.number)
         del self._transfers[transfer.number]
         self._numbers.append(transfer.number)
         if transfer.timer is not None:
             transfer.timer.cancel()
-        if transfer.status != OK and transfer.flags & SubmitFlag.POISON:
+        is_read = transfer.opcode is Opcode.READ
+        if transfer.status != OK and is_read and transfer.flags & SubmitFlag.POISON:
             transfer.memory()[:] = 0xFF
         self._tell_gate(transfer)
         flags = CompletionFlag.END if transfer.is_told else CompletionFlag(3)
-        value = transfer.length if transfer.status == OK else 0
-        transfer.queue.post(transfer.token, transfer.status, flags, value)
+        transfer.queue.post(transfer.token, transfer.status, flags, transfer.moved)
         for file_id, future in self._drains:
             if not future.done() and not self._is_file_busy(file_id):
                 future.set_result(None)
@@ -451,7 +492,7 @@ class SimEngine:
                 file.write(transfer.offset, transfer.memory()[:cut].copy())
             if transfer.timer is not None:
                 transfer.timer.cancel()
-        self._is_crashed = self._is_closing = True
+        self.is_crashed = self._is_closing = True
         self._transfers.clear()
 
     @property

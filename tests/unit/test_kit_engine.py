@@ -236,7 +236,7 @@ async def test_cancel_withdraws_and_ends_after_the_piece_in_flight():
     assert rig.engine.cancel(rig.handles[0])
     assert not rig.engine.cancel(rig.handles[0])
     await asyncio.sleep(0)
-    assert [] == rig.seen[tokens[0]]
+    assert [(CANCELLED, 1)] == rig.seen[tokens[0]]
     with pytest.raises(BusyError):
         rig.engine.unregister_file(rig.file_id)
     await rig.settle()
