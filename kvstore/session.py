@@ -25,7 +25,7 @@ from kvstore import config as cfg
 from kvstore._uring.base import DEADLINE, OK
 from kvstore.core.page import Page, PageState
 from kvstore.core.slots import Fence
-from kvstore.core.tables import Applied, Refusal, Tables
+from kvstore.core.tables import Applied, Plan, Refusal, Tables
 from kvstore.devices.base import Stream
 from kvstore.errors import DeadlineError, EngineError, LogicError, OutOfPages, PagesLost
 from kvstore.executor import RETRY, Executor, Flight, Gated
@@ -1113,6 +1113,7 @@ class Prefetch:
         wanted = store.prefetches.take(
             self._level, [page for page in pages if page.level > self._level]
         )
+        plan: Plan | Refusal | None = None
         while wanted:
             rows: list[list[Page]] = [[] for _ in store.config.pool_groups]
             for page in wanted:
@@ -1123,7 +1124,7 @@ class Prefetch:
             given_up = wanted[len(wanted) // 2 :] if len(wanted) > 1 else wanted
             store.prefetches.give(self._level, given_up)
             wanted = wanted[: len(wanted) - len(given_up)]
-        else:
+        if plan is None or isinstance(plan, Refusal):
             return
         store.tables.apply(plan)
         self._pages = list(wanted)

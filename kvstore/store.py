@@ -1073,7 +1073,12 @@ class KVStore:
         assert self._host is not None
         pool = self._host.pools[group]
         freed = pool.cut(count)
-        await self._blocking(lambda: [pool.release(run) for run in freed])
+
+        def release() -> None:
+            for run in freed:
+                pool.release(run)
+
+        await self._blocking(release)
 
     # Recovery and persistence.
 
