@@ -31,7 +31,7 @@ help:
 	@echo "make demo      replay a workload through all engine and copy options, print the table"
 	@echo "make test      lint, types, import contracts and all tests"
 	@echo "make setup     only the set-up: system packages, .venv, the compiled extension"
-	@echo "make lint      ruff, mypy, import-linter"
+	@echo "make lint      ruff, clang-format, mypy, import-linter; make format applies the formats"
 	@echo "make bench     measure raw I/O, bookkeeping and the device path on this machine"
 	@echo "make sanitize  the ring tests with the address and undefined-behaviour sanitizers"
 	@echo "make coverage  the tests with branch coverage"
@@ -86,14 +86,21 @@ bench: setup
 
 # ---------------------------------------------------------------------------------------- checks
 
+.PHONY: format
+format: setup
+	@$(BIN)/ruff check --quiet --fix . || true
+	@$(BIN)/ruff format --quiet .
+	@$(BIN)/clang-format -i $(filter-out %.cdef.h,$(C_SOURCES))
+
 .PHONY: lint
 lint: setup
-	@$(BIN)/validate-pyproject -q pyproject.toml
+	@$(BIN)/validate-pyproject pyproject.toml > /dev/null
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/clang-format --dry-run -Werror $(filter-out %.cdef.h,$(C_SOURCES))
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports > build/imports.log 2>&1 || { cat build/imports.log; exit 1; }
-	@echo "lint: ruff, mypy and the import contracts are clean"
+	@echo "lint: formats, types and import contracts are clean"
 
 build:
 	@mkdir -p build
@@ -112,14 +119,16 @@ coverage: setup
 # belongs to the compiler. Leaks are not asked for: the interpreter keeps memory until it exits.
 ASAN_LIBRARY = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
 
+SANITIZE_TESTS ?= $(wildcard tests/uring tests/unit/uring tests/unit/device tests/unit/test_uring_*.py)
+
 .PHONY: sanitize
 sanitize: setup
 	@rm -rf build/sanitize && mkdir -p build/sanitize
-	@cp -R kvstore build_uring.py pyproject.toml tests build/sanitize/ && cp -R bench build/sanitize/kvstore_bench
+	@cp -R kvstore build_uring.py pyproject.toml README.md LICENSE tests build/sanitize/ && cp -R bench build/sanitize/kvstore_bench
 	@rm -f build/sanitize/kvstore/_uring/*.so build/sanitize/kvstore/_uring/*.o
 	@cd build/sanitize && KVSTORE_SANITIZE=1 ../../$(BIN)/python build_uring.py
 	@cd build/sanitize && LD_PRELOAD="$(ASAN_LIBRARY)" ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 \
-	  PYTHONPATH=. PYTHONMALLOC=malloc ../../$(BIN)/python -m pytest $(PYTEST_ARGS) tests/uring
+	  PYTHONPATH=. PYTHONMALLOC=malloc ../../$(BIN)/python -m pytest $(PYTEST_ARGS) $(SANITIZE_TESTS)
 
 # -------------------------------------------------------------------------------------- clean-up
 

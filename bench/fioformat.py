@@ -36,8 +36,12 @@ class Usage:
     def share(self, part: float) -> Usage:
         """Return this usage scaled to one job's part of the transfers."""
         return Usage(
-            self.user_s * part, self.system_s * part, round(self.context_switches * part),
-            round(self.major_faults * part), round(self.minor_faults * part), self.wall_s,
+            self.user_s * part,
+            self.system_s * part,
+            round(self.context_switches * part),
+            round(self.major_faults * part),
+            round(self.minor_faults * part),
+            self.wall_s,
         )
 
 
@@ -86,8 +90,11 @@ class RunResult:
 def latency_json(values: Latencies, *, percentiles: bool) -> dict[str, Any]:
     """Return fio's ``clat_ns`` object."""
     result: dict[str, Any] = {
-        "min": values.min_ns, "max": values.max_ns, "mean": values.mean_ns,
-        "stddev": values.stddev_ns, "N": values.total,
+        "min": values.min_ns,
+        "max": values.max_ns,
+        "mean": values.mean_ns,
+        "stddev": values.stddev_ns,
+        "N": values.total,
     }
     if percentiles and values.total:
         result["percentile"] = {f"{p:.6f}": values.percentile_ns(p) for p in PERCENTILES}
@@ -98,7 +105,9 @@ def snapshot_json(values: LatencySnapshot) -> dict[str, Any]:
     """Return an engine histogram with fio's keys."""
     mean = values.sum_ns / values.total if values.total else 0.0
     return {
-        "N": values.total, "mean": mean, "max": values.max_ns,
+        "N": values.total,
+        "mean": mean,
+        "max": values.max_ns,
         "percentile": {f"{p:.6f}": values.percentile_ns(p) for p in (50, 90, 95, 99, 99.9)},
     }
 
@@ -109,8 +118,11 @@ def _samples_json(samples: list[float], scale: float) -> dict[str, float]:
     array = np.asarray(samples) / scale
     deviation = float(array.std(ddof=1)) if len(array) > 1 else 0.0
     return {
-        "min": int(array.min()), "max": int(array.max()), "mean": float(array.mean()),
-        "dev": deviation, "samples": len(samples),
+        "min": int(array.min()),
+        "max": int(array.max()),
+        "mean": float(array.mean()),
+        "dev": deviation,
+        "samples": len(samples),
     }
 
 
@@ -132,10 +144,17 @@ def direction_json(side: Direction, runtime_ns: int) -> dict[str, Any]:
         "slat_ns": latency_json(side.slat, percentiles=False),
         "clat_ns": latency_json(side.clat, percentiles=True),
         "lat_ns": latency_json(side.lat, percentiles=False),
-        "bw_min": bw["min"], "bw_max": bw["max"], "bw_agg": 100.0 if side.total_ios else 0.0,
-        "bw_mean": bw["mean"], "bw_dev": bw["dev"], "bw_samples": bw["samples"],
-        "iops_min": iops["min"], "iops_max": iops["max"], "iops_mean": iops["mean"],
-        "iops_stddev": iops["dev"], "iops_samples": iops["samples"],
+        "bw_min": bw["min"],
+        "bw_max": bw["max"],
+        "bw_agg": 100.0 if side.total_ios else 0.0,
+        "bw_mean": bw["mean"],
+        "bw_dev": bw["dev"],
+        "bw_samples": bw["samples"],
+        "iops_min": iops["min"],
+        "iops_max": iops["max"],
+        "iops_mean": iops["mean"],
+        "iops_stddev": iops["dev"],
+        "iops_samples": iops["samples"],
     }
 
 
@@ -157,7 +176,8 @@ def class_json(now: ClassStats, before: ClassStats) -> dict[str, Any]:
         "failed_bytes": delta("failed_bytes"),
         "errors": {
             str(code): count - before.errors.get(code, 0)
-            for code, count in now.errors.items() if count - before.errors.get(code, 0)
+            for code, count in now.errors.items()
+            if count - before.errors.get(code, 0)
         },
     }
 
@@ -264,7 +284,11 @@ def _binary(count: float) -> str:
     for unit, factor in (("GiB", 10 * GIB), ("MiB", MIB), ("KiB", KIB)):
         if count >= factor:
             scale = GIB if unit == "GiB" else factor
-            return f"{count / scale:.4g}{unit}" if count / scale < 1000 else f"{count / scale:.0f}{unit}"
+            return (
+                f"{count / scale:.4g}{unit}"
+                if count / scale < 1000
+                else f"{count / scale:.0f}{unit}"
+            )
     return f"{count:.0f}B"
 
 
@@ -272,7 +296,11 @@ def _decimal(count: float) -> str:
     for unit, factor in (("GB", 1e10), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             scale = 1e9 if unit == "GB" else factor
-            return f"{count / scale:.4g}{unit}" if count / scale < 1000 else f"{count / scale:.0f}{unit}"
+            return (
+                f"{count / scale:.4g}{unit}"
+                if count / scale < 1000
+                else f"{count / scale:.0f}{unit}"
+            )
     return f"{count:.0f}B"
 
 
@@ -352,8 +380,8 @@ def _job_text(job: JobResult, group: GroupRun) -> list[str]:
     lines.append(f"  cpu per GiB : {cpu_seconds_per_gib(job.usage, moved):.3f} s")
     lag = group.lag
     lines.append(
-        f"  loop lag    : p50={_micro(lag.percentile_ns(50))}, p99={_micro(lag.percentile_ns(99))}, "
-        f"max={_micro(lag.max_ns)} usec"
+        f"  loop lag    : p50={_micro(lag.percentile_ns(50))}, "
+        f"p99={_micro(lag.percentile_ns(99))}, max={_micro(lag.max_ns)} usec"
     )
     for name, entry in classes_json(group, job.skips).items():
         wait, service = entry["queue_wait_ns"]["percentile"], entry["service_ns"]["percentile"]
@@ -361,7 +389,8 @@ def _job_text(job: JobResult, group: GroupRun) -> list[str]:
             f"  class       : {name}: wait p50={_micro(wait['50.000000'])}, "
             f"p99={_micro(wait['99.000000'])}; service p50={_micro(service['50.000000'])}, "
             f"p99={_micro(service['99.000000'])} usec; pieces={entry['pieces']}, "
-            f"promoted={entry['promotions']}, aged={entry['aged_dispatches']}, skips={entry['skips']}"
+            f"promoted={entry['promotions']}, aged={entry['aged_dispatches']}, "
+            f"skips={entry['skips']}"
         )
     if job.verified:
         lines.append(f"  verify      : {job.verified} blocks good")

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -29,20 +28,30 @@ def bad_job(error: JobError) -> click.BadParameter:
     return click.BadParameter(error.message, param_hint=error.field)
 
 
-def run_loop(loop: str, main: Any) -> Any:
-    """Run a coroutine on the named event loop.
+def loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop]:
+    """Return what makes the named event loop; ``simulated`` is virtual time.
 
     Raises: JobError: uvloop is not installed.
     """
-    if loop == "asyncio":
-        return asyncio.run(main)
+    if name == "simulated":
+        from kvstore.testing.loop import SimLoop
+
+        return SimLoop
+    if name == "asyncio":
+        return asyncio.new_event_loop
     try:
         import uvloop
     except ImportError:
-        main.close()
         raise JobError("--loop", "uvloop is not installed") from None
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main)
+    make: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return make
+
+
+def _clock_of(jobs: list[JobSpec]) -> str:
+    simulated = {job.ioengine == "simulated" for job in jobs}
+    if len(simulated) > 1:
+        raise JobError("--ioengine", "simulated jobs run on virtual time, alone")
+    return "simulated" if simulated == {True} else ""
 
 
 def output_formats(text: str) -> set[str]:
@@ -73,12 +82,14 @@ class IoCommand(click.Command):
         with formatter.section("Job options, on the command line and in job files"):
             formatter.write_dl([(f"--{name}", option.help) for name, option in OPTIONS.items()])
         with formatter.section("Run options"):
-            formatter.write_dl([
-                ("--output-format", "normal, json, or both with a comma between"),
-                ("--output", "write the result to this file instead of standard output"),
-                ("--eta", "auto | always | never: the live line on a terminal"),
-                ("--loop", "asyncio | uvloop"),
-            ])
+            formatter.write_dl(
+                [
+                    ("--output-format", "normal, json, or both with a comma between"),
+                    ("--output", "write the result to this file instead of standard output"),
+                    ("--eta", "auto | always | never: the live line on a terminal"),
+                    ("--loop", "asyncio | uvloop"),
+                ]
+            )
         super().format_options(ctx, formatter)
 
 
@@ -97,8 +108,10 @@ def live_progress(eta: str) -> Iterator[Callable[[list[Lane], float, float], Non
 
         def show(lanes: list[Lane], elapsed: float, total: float) -> None:
             figures = [
-                sum(lane.read.io_bytes for lane in lanes), sum(lane.read.total_ios for lane in lanes),
-                sum(lane.write.io_bytes for lane in lanes), sum(lane.write.total_ios for lane in lanes),
+                sum(lane.read.io_bytes for lane in lanes),
+                sum(lane.read.total_ios for lane in lanes),
+                sum(lane.write.io_bytes for lane in lanes),
+                sum(lane.write.total_ios for lane in lanes),
             ]
             step = max(elapsed - seen[4], 1e-3)
             read_bw, read_iops, write_bw, write_iops = (
@@ -146,20 +159,21 @@ def run_command(arguments: tuple[str, ...]) -> RunResult:
 
     Raises: JobError.
     """
-    from .iorun import run_jobs  # the native layer is needed from here on, not for --help
-
     jobs, options = parse_command_line(arguments)
     formats = output_formats(options.get("output-format", "normal"))
     eta, loop = _one_of(options, "eta", ETA_MODES), _one_of(options, "loop", LOOPS)
+    factory = loop_factory(_clock_of(jobs) or loop)
     output = options.get("output")
     check_output(output)
     for job in jobs:
         check_directory(job.directory)
+    from .iorun import run_jobs  # the native layer is needed from here on, not for --help
+
     say = _announcer(formats, output)
     _introduce(jobs, say)
-    with live_progress(eta) as progress:
-        run = run_loop(
-            loop, run_jobs(jobs, progress=progress, announce=say, version=cli.package_version())
+    with live_progress(eta) as progress, asyncio.Runner(loop_factory=factory) as runner:
+        run = runner.run(
+            run_jobs(jobs, progress=progress, announce=say, version=cli.package_version())
         )
     write_result(run, formats, output)
     assert isinstance(run, RunResult)

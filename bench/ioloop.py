@@ -80,6 +80,7 @@ class Lane:
         self.error = 0
         self.skips = 0
         self.verified = 0
+        self.sealed_bytes = 0
         self.notes: list[str] = []
         self.file_id = file_id
         self.region_bytes = region_bytes
@@ -112,10 +113,8 @@ class Lane:
         self._is_mixed = job.reads and job.writes
         self._is_sized = job.bssplit is not None or job.bs[0] != job.bs[1]
         self._has_header = job.verify != "none"
-        is_fifo = job.policy == "fifo"
         self._classes = np.array(
-            [IoClass.READ if is_fifo else job.io_class(is_read=is_read) for is_read in (False, True)],
-            np.uint8,
+            [job.io_class(is_read=False), job.io_class(is_read=True)], np.uint8
         )
         self._is_background = IoClass.BACKGROUND in self._classes
         if self._has_header:
@@ -136,11 +135,15 @@ class Lane:
         self._is_read = np.full(depth, job.reads)
         self._arrived: list[tuple[int, int, int]] = []  # (slot, status, flags)
 
-    def _fill_direction(self, records: npt.NDArray[np.void], is_read: npt.NDArray[np.bool_]) -> None:
+    def _fill_direction(
+        self, records: npt.NDArray[np.void], is_read: npt.NDArray[np.bool_]
+    ) -> None:
         records["opcode"] = np.where(is_read, np.uint8(Opcode.READ), np.uint8(Opcode.WRITE))
         records["io_class"] = self._classes[is_read.astype(np.intp)]
         if self._has_header:
-            records["flags"] = np.where(is_read, np.uint16(SubmitFlag.VERIFY), np.uint16(SubmitFlag.SEAL))
+            records["flags"] = np.where(
+                is_read, np.uint16(SubmitFlag.VERIFY), np.uint16(SubmitFlag.SEAL)
+            )
 
     # ---- issue ----
 
@@ -188,16 +191,29 @@ class Lane:
     ) -> bool:
         count = len(offsets)
         if self._limit_bytes and self._issued_bytes + int(sizes.sum()) >= self._limit_bytes:
-            keep = int(np.searchsorted(np.cumsum(sizes), self._limit_bytes - self._issued_bytes)) + 1
+            keep = (
+                int(np.searchsorted(np.cumsum(sizes), self._limit_bytes - self._issued_bytes)) + 1
+            )
             count = min(count, keep)
+            if not self._is_paced:
+                self._pattern.put_back(len(offsets) - count)
             offsets, sizes, is_read = offsets[:count], sizes[:count], is_read[:count]
             self._stopping = True
         total = int(sizes.sum())
-        if self._is_background and total > self._engine.background_room_bytes():
-            self.skips += count  # a copy above the cap is not issued (INV-111)
-            if not self._open:
-                self._retry_later()
-            return False
+        if self._is_background and total > (room := self._engine.background_room_bytes()):
+            # a copy above the cap is not issued (INV-111): it is counted and tried again later
+            fits = int(np.searchsorted(np.cumsum(sizes), room, side="right"))
+            self.skips += count - fits
+            self._stopping = False
+            if not self._is_paced:
+                self._pattern.put_back(count - fits)
+            if not fits:
+                if not self._open:
+                    self._retry_later()
+                return False
+            count = fits
+            offsets, sizes, is_read = offsets[:count], sizes[:count], is_read[:count]
+            total = int(sizes.sum())
         slots, self._free = self._free[:count], self._free[count:]
         records = self._records[slots]
         records["offset"] = offsets + self._base
@@ -246,7 +262,9 @@ class Lane:
         if batch:
             offsets_list, sizes_list, reads_list = zip(*batch, strict=True)
             self._issue(
-                np.array(offsets_list, np.uint64), np.array(sizes_list, np.int64), np.array(reads_list)
+                np.array(offsets_list, np.uint64),
+                np.array(sizes_list, np.int64),
+                np.array(reads_list),
             )
 
     def _gap_ns(self, side: int, size: int) -> int:
@@ -282,26 +300,35 @@ class Lane:
         self._complete(slots, records["status"].astype(np.int64), records["flags"].astype(np.int64))
 
     def _complete(
-        self, slots: npt.NDArray[np.intp], statuses: npt.NDArray[np.int64], flags: npt.NDArray[np.int64]
+        self,
+        slots: npt.NDArray[np.intp],
+        statuses: npt.NDArray[np.int64],
+        flags: npt.NDArray[np.int64],
     ) -> None:
         now = self._clock_ns()
         plain = bool((flags & _FINAL == _FINAL).all())
         told = slots if plain else slots[flags & int(CompletionFlag.VERDICT) != 0]
         if len(told):
-            self._account(told, statuses if plain else statuses[flags & int(CompletionFlag.VERDICT) != 0], now)
+            self._account(
+                told, statuses if plain else statuses[flags & int(CompletionFlag.VERDICT) != 0], now
+            )
         ended = slots if plain else slots[flags & int(CompletionFlag.END) != 0]
         self._open -= len(ended)
         self._free = np.concatenate((self._free, ended)) if len(self._free) else ended
         self._pump()
 
-    def _account(self, slots: npt.NDArray[np.intp], statuses: npt.NDArray[np.int64], now: int) -> None:
+    def _account(
+        self, slots: npt.NDArray[np.intp], statuses: npt.NDArray[np.int64], now: int
+    ) -> None:
         if not (statuses == OK).all():
             self._account_failures(slots, statuses)
             slots = slots[statuses == OK]
             if not len(slots):
                 return
         if self._has_header:
-            self.verified += int(self._is_read[slots].sum())
+            is_read = self._is_read[slots]
+            self.verified += int(is_read.sum())
+            self.sealed_bytes += int(self._sizes[slots][~is_read].sum())
         if now < self.window_ns:
             return
         self.last_ns = now
@@ -328,7 +355,9 @@ class Lane:
         side.clat.add(now - sent)
         side.lat.add(now - issue)
 
-    def _account_failures(self, slots: npt.NDArray[np.intp], statuses: npt.NDArray[np.int64]) -> None:
+    def _account_failures(
+        self, slots: npt.NDArray[np.intp], statuses: npt.NDArray[np.int64]
+    ) -> None:
         for slot, status in zip(slots.tolist(), statuses.tolist(), strict=True):
             if status == OK:
                 continue

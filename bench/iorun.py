@@ -7,105 +7,35 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import anyio
 
-from kvstore._uring import open_engine
-from kvstore._uring.base import Engine
-from kvstore._uring.native import CompletionQueue
-from kvstore._uring.probe import SlotFile, open_slot_file
-from kvstore.config import IoConfig
-from kvstore.errors import KVStoreError
-
 from . import machine
 from .fioformat import GroupRun, JobResult, RunResult, Usage
-from .iofiles import clone_path, is_written, region_bytes, round_up
+from .iofiles import clone_path, region_bytes
 from .ioloop import Clock, Lane
 from .iostats import Direction, Latencies
+from .iosystem import ENGINE_FIELDS, System, open_system
 from .jobs import GIB, MIB, JobError, JobSpec, groups_of
-from .memory import Memory, open_memory
+from .looplag import LagProbe
 
 SAMPLE_S = 0.5
-LAG_PERIOD_S = 0.005
-UNBOUNDED = 1 << 40
-_ENGINE_FIELDS = (
-    "ioengine", "policy", "disk_io_threads", "kernel_rings", "inflight_bytes",
-    "required_inflight_bytes", "background_inflight_bytes", "read_piece_bytes",
-    "write_piece_bytes", "memory",
-)
 
 #: Called every half second: lanes of the group, seconds since its start, seconds it will take.
 Progress = Callable[[list[Lane], float, float], None]
-
-
-def io_config(job: JobSpec) -> IoConfig:
-    """Return the engine's settings for a job; ``fifo`` takes every bound away."""
-    values: dict[str, Any] = {
-        "disk_io_threads": job.disk_io_threads, "kernel_rings": job.kernel_rings,
-        "direct": "on" if job.direct else "off",
-    }
-    if job.policy == "fifo":
-        for name in ("inflight_bytes", "required_inflight_bytes", "background_inflight_bytes"):
-            values[name] = UNBOUNDED
-        values["write_piece_bytes"] = 4 * MIB
-        values["background_bytes_max"] = UNBOUNDED
-    for name in _ENGINE_FIELDS[4:9]:
-        if getattr(job, name):
-            values[name] = getattr(job, name)
-    return IoConfig(**values)
-
-
-def open_job_engine(job: JobSpec) -> Engine:
-    """Open the engine a job names; never another one (INV-127).
-
-    Raises: JobError: the system refuses it, with the reason.
-    """
-    policy = "kvstore" if job.policy == "fifo" else job.policy
-    try:
-        return open_engine(io_config(job), kind=job.ioengine, policy=policy)
-    except (KVStoreError, OSError) as error:
-        raise JobError("--ioengine", f"{job.ioengine} cannot be used: {error}") from None
-
-
-class LagProbe:
-    """Looks every 5 ms how late the loop is."""
-
-    def __init__(self, clock_ns: Clock) -> None:
-        self.lag = Latencies()
-        self._clock_ns = clock_ns
-        self._handle: asyncio.TimerHandle | None = None
-        self._due_ns = 0
-
-    def start(self) -> None:
-        """Begin to look."""
-        self._due_ns = self._clock_ns() + int(LAG_PERIOD_S * 1e9)
-        self._handle = asyncio.get_running_loop().call_later(LAG_PERIOD_S, self._tick)
-
-    def stop(self) -> None:
-        """Stop looking."""
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None
-
-    def restart(self) -> None:
-        """Forget what was seen and go on."""
-        self.lag = Latencies()
-
-    def _tick(self) -> None:
-        import numpy as np
-
-        self.lag.add(np.array([self._clock_ns() - self._due_ns], np.int64))
-        self.start()
 
 
 def usage_now() -> Usage:
     """Return what this process has used so far."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return Usage(
-        used.ru_utime, used.ru_stime, used.ru_nvcsw + used.ru_nivcsw, used.ru_majflt,
-        used.ru_minflt, 0.0,
+        used.ru_utime,
+        used.ru_stime,
+        used.ru_nvcsw + used.ru_nivcsw,
+        used.ru_majflt,
+        used.ru_minflt,
+        0.0,
     )
 
 
@@ -113,61 +43,36 @@ def usage_since(before: Usage, wall_s: float) -> Usage:
     """Return what the process used since ``before``."""
     now = usage_now()
     return Usage(
-        now.user_s - before.user_s, now.system_s - before.system_s,
-        now.context_switches - before.context_switches, now.major_faults - before.major_faults,
-        now.minor_faults - before.minor_faults, wall_s,
+        now.user_s - before.user_s,
+        now.system_s - before.system_s,
+        now.context_switches - before.context_switches,
+        now.major_faults - before.major_faults,
+        now.minor_faults - before.minor_faults,
+        wall_s,
     )
 
 
-class FileSet:
-    """The open files of a run, by path; each is registered with the engine once."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._files: dict[Path, tuple[int, SlotFile]] = {}
-
-    def open(self, path: Path, size_bytes: int, *, direct: bool) -> tuple[int, SlotFile]:
-        """Open a file of at least ``size_bytes`` and return (file id, slot file).
-
-        Raises: JobError: no space, no permission, no O_DIRECT.
-        """
-        if path in self._files:
-            return self._files[path]
-        needed = round_up(size_bytes)
-        have = path.stat().st_size if path.exists() else 0
-        try:
-            opened = open_slot_file(
-                path, max(needed, have), direct="on" if direct else "off", create=True,
-                anonymous=False,
-            )
-        except (KVStoreError, OSError) as error:
-            raise JobError("--directory", f"cannot prepare {path.name}: {error}") from None
-        entry = (self._engine.register_file(opened.direct_fd, opened.buffered_fd), opened)
-        self._files[path] = entry
-        return entry
-
-    async def aclose(self) -> None:
-        """Drain and close all of them."""
-        for file_id, opened in self._files.values():
-            await self._engine.drain(file_id, 30.0)
-            self._engine.unregister_file(file_id)
-            opened.close()
-        self._files.clear()
+def _ignore(line: str) -> None:
+    del line
 
 
 async def run_jobs(
     jobs: list[JobSpec],
     *,
     progress: Progress | None = None,
-    announce: Callable[[str], None] = lambda line: None,
+    announce: Callable[[str], None] = _ignore,
     version: str = "",
-    clock_ns: Clock = time.monotonic_ns,
 ) -> RunResult:
     """Run all groups in order and return their figures.
 
     Raises: JobError: a job cannot be run as written; nothing was measured.
     """
-    result = RunResult(started_at=time.time(), version=version, host=machine.describe(jobs[0].directory))
+    result = RunResult(
+        started_at=time.time(), version=version, host=machine.describe(jobs[0].directory)
+    )
+    loop = asyncio.get_running_loop()
+    is_virtual = jobs[0].ioengine == "simulated"
+    clock_ns: Clock = (lambda: round(loop.time() * 1e9)) if is_virtual else time.monotonic_ns
     groups = groups_of(jobs)
     for group in groups:
         _check_group(group)
@@ -179,9 +84,11 @@ async def run_jobs(
 
 def _check_group(group: list[JobSpec]) -> None:
     for job in group:
-        for field in _ENGINE_FIELDS:
+        for field in ENGINE_FIELDS:
             if getattr(job, field) != getattr(group[0], field):
-                raise JobError(f"--{field}", "differs between jobs that run together; use stonewall")
+                raise JobError(
+                    f"--{field}", "differs between jobs that run together; use stonewall"
+                )
         for clone in range(job.numjobs):
             region_bytes(job, clone_path(job, clone))
     total = sum(job.iodepth * job.numjobs * job.block_bytes_max for job in group)
@@ -211,82 +118,92 @@ class _Group:
         self._measuring = False
 
     async def run(self, result: RunResult) -> None:
-        first = self._jobs[0]
-        engine = open_job_engine(first)
-        queue = CompletionQueue(asyncio.get_running_loop())
-        files = FileSet(engine)
-        memory: Memory | None = None
+        jobs = self._jobs
+        total = sum(job.iodepth * job.numjobs * job.block_bytes_max for job in jobs)
+        system = open_system(jobs[0], total)
         try:
-            memory = open_memory(
-                sum(job.iodepth * job.numjobs * job.block_bytes_max for job in self._jobs), first.memory
-            )
-            engine.register_memory(memory.address, memory.length)
-            await self._run(result, engine, queue, files, memory)
+            await self._run(result, system)
         finally:
             with anyio.CancelScope(shield=True):
                 for _, lane in self._lanes:
                     if lane.first_ns:
                         lane.stop()
                         await lane.done
-                await files.aclose()
-                if memory is not None:
-                    engine.unregister_memory(memory.address)
-                await engine.aclose()
-                queue.close()
-                if memory is not None:
-                    memory.close()
+                await system.aclose()
 
-    async def _run(
-        self, result: RunResult, engine: Engine, queue: Any, files: FileSet, memory: Memory
-    ) -> None:
-        address = memory.address
-        direct = ""
+    def _lane(
+        self,
+        job: JobSpec,
+        system: System,
+        file_id: int,
+        address: int,
+        size: int,
+        *,
+        seed: int = 0,
+        base: int = 0,
+    ) -> Lane:
+        return Lane(
+            job,
+            engine=system.engine,
+            queue=system.queue,
+            file_id=file_id,
+            address=address,
+            region_bytes=size,
+            seed=seed,
+            clock_ns=self._clock_ns,
+            base=base,
+        )
+
+    async def _run(self, result: RunResult, system: System) -> None:
+        address = system.memory.address
+        mode = ""
         for index, job in enumerate(self._jobs):
             for clone in range(job.numjobs):
                 path = clone_path(job, clone)
                 size = region_bytes(job, path)
-                file_id, opened = files.open(path, size, direct=job.direct)
-                direct = opened.mode
-                if job.reads and (job.verify != "none" or not is_written(opened.buffered_fd, size)):
+                file_id, mode = system.files.open(path, size, direct=job.direct)
+                if job.reads and (job.verify != "none" or not system.files.is_written(path, size)):
                     self._announce(f"{job.name}: Laying out IO file (1 file / {size // MIB}MiB)")
-                    await self._lay_out(job, engine, queue, file_id, address, size)
+                    await self._lay_out(job, system, file_id, address, size)
                 seed = (self._group_id << 20) + (index << 10) + clone
-                lane = Lane(
-                    job, engine=engine, queue=queue, file_id=file_id, address=address,
-                    region_bytes=size, seed=seed, clock_ns=self._clock_ns,
+                self._lanes.append(
+                    (index, self._lane(job, system, file_id, address, size, seed=seed))
                 )
                 address += job.iodepth * job.block_bytes_max
-                self._lanes.append((index, lane))
-        group = await self._measure(engine)
-        group.huge_pages = memory.huge_pages
-        group.direct = direct
-        await self._verify(engine, queue, files, memory.address)
+        group = await self._measure(system)
+        group.huge_pages = system.memory.huge_pages
+        group.direct = mode
+        await self._verify(system)
         result.groups.append(group)
         result.jobs += self._results(group)
 
     async def _lay_out(
-        self, job: JobSpec, engine: Engine, queue: Any, file_id: int, address: int, size: int
+        self, job: JobSpec, system: System, file_id: int, address: int, size: int
     ) -> None:
-        """Write every block once, in the buffers of the job itself."""
+        """Write every block once, from the buffers of the job itself."""
         block = job.bs[0] if job.verify != "none" else job.block_bytes_max
+        rest = 0 if job.verify != "none" else size % block // 4096 * 4096
         plain = replace(
-            job, rw="write", bs=(block, block), bssplit=None, prio="auto", size=size, rate=(0, 0),
-            rate_iops=(0, 0), time_based=False, ramp_time=0.0, deadline_ms=0.0,
+            job,
+            rw="write",
+            bs=(block, block),
+            bssplit=None,
+            prio="auto",
+            rate=(0, 0),
+            rate_iops=(0, 0),
+            time_based=False,
+            ramp_time=0.0,
+            deadline_ms=0.0,
         )
-        rest = size % block
-        lane = Lane(
-            plain, engine=engine, queue=queue, file_id=file_id, address=address,
-            region_bytes=size - rest, seed=0, clock_ns=self._clock_ns,
+        body = size - size % block
+        await self._finish(
+            self._lane(replace(plain, size=body), system, file_id, address, body), "layout"
         )
-        await self._finish(lane, "layout")
-        if rest and job.verify == "none":
-            tail = replace(plain, bs=(4096, 4096), size=rest - rest % 4096, iodepth=1)
-            if tail.size:
-                lane = Lane(
-                    tail, engine=engine, queue=queue, file_id=file_id, address=address,
-                    region_bytes=tail.size, seed=0, clock_ns=self._clock_ns, base=size - rest,
-                )
-                await self._finish(lane, "layout")
+        if rest:
+            tail = replace(plain, bs=(4096, 4096), size=rest)
+            await self._finish(
+                self._lane(tail, system, file_id, address, rest, base=body), "layout"
+            )
 
     async def _finish(self, lane: Lane, what: str) -> None:
         lane.start()
@@ -299,18 +216,20 @@ class _Group:
         if lane.error:
             raise JobError("--directory", f"{what} failed with errno {lane.error}")
 
-    async def _measure(self, engine: Engine) -> GroupRun:
+    async def _measure(self, system: System) -> GroupRun:
+        engine = system.engine
         start = self._clock_ns()
         ramp = max(job.ramp_time for job in self._jobs)
         for _, lane in self._lanes:
             lane.window_ns = start + int(lane.job.ramp_time * 1e9) if lane.job.ramp_time else 0
         group = GroupRun(engine.stats(), engine.stats(), usage_now(), Latencies(), huge_pages=False)
-        probe = LagProbe(self._clock_ns)
-        window = [start, usage_now()]
+        probe = LagProbe()
+        window_ns, used = start, usage_now()
 
         def begin_window() -> None:
+            nonlocal window_ns, used
             group.stats_before = engine.stats()
-            window[:] = [self._clock_ns(), usage_now()]
+            window_ns, used = self._clock_ns(), usage_now()
             probe.restart()
             self._measuring = True
 
@@ -334,7 +253,7 @@ class _Group:
             probe.stop()
             for timer in timers:
                 timer.cancel()
-        group.usage = usage_since(window[1], (self._clock_ns() - window[0]) / 1e9)
+        group.usage = usage_since(used, (self._clock_ns() - window_ns) / 1e9)
         group.stats_after = engine.stats()
         group.lag = probe.lag
         return group
@@ -350,7 +269,10 @@ class _Group:
             for _, lane in self._lanes:
                 seen = self._seen.get(lane, (0, 0, 0, 0))
                 self._seen[lane] = current = (
-                    lane.read.io_bytes, lane.read.total_ios, lane.write.io_bytes, lane.write.total_ios,
+                    lane.read.io_bytes,
+                    lane.read.total_ios,
+                    lane.write.io_bytes,
+                    lane.write.total_ios,
                 )
                 if not self._measuring or lane.done.done():
                     continue
@@ -361,31 +283,38 @@ class _Group:
             if self._progress is not None:
                 self._progress([lane for _, lane in self._lanes], (now - start_ns) / 1e9, total)
 
-    async def _verify(self, engine: Engine, queue: Any, files: FileSet, address: int) -> None:
+    async def _verify(self, system: System) -> None:
         """Read back what the writing jobs sealed, as fio does after its write phase."""
         for index, lane in self._lanes:
             job = self._jobs[index]
             if job.verify == "none" or not job.writes or lane.error:
                 continue
-            written = min(lane.write.io_bytes, lane.region_bytes)
-            if job.is_random and written < lane.region_bytes and not job.reads:
-                lane.notes.append("verify: the random job did not cover its file, nothing read back")
+            written = min(lane.sealed_bytes, lane.region_bytes)
+            if job.reads:
+                written = lane.region_bytes  # laid out before, so every block has a seal
+            elif job.is_random and written < lane.region_bytes:
+                lane.notes.append("verify: the job did not cover its file, nothing read back")
                 continue
-            size = lane.region_bytes if job.reads else written // job.bs[0] * job.bs[0]
+            size = written // job.bs[0] * job.bs[0]
             if not size:
                 continue
             again = replace(
-                job, rw="read", size=size, time_based=False, rate=(0, 0), rate_iops=(0, 0),
-                ramp_time=0.0, runtime=0.0, prio="auto", deadline_ms=0.0,
+                job,
+                rw="read",
+                size=size,
+                time_based=False,
+                rate=(0, 0),
+                rate_iops=(0, 0),
+                ramp_time=0.0,
+                runtime=0.0,
+                prio="auto",
+                deadline_ms=0.0,
             )
-            check = Lane(
-                again, engine=engine, queue=queue, file_id=lane.file_id, address=address,
-                region_bytes=size, seed=0, clock_ns=self._clock_ns,
-            )
+            check = self._lane(again, system, lane.file_id, system.memory.address, size)
             check.start()
             await asyncio.shield(check.done)
             lane.verified += check.verified
-            lane.error = lane.error or check.error
+            lane.error = check.error
             lane.read.failed_ios += check.read.failed_ios
 
     def _results(self, group: GroupRun) -> list[JobResult]:
@@ -401,7 +330,9 @@ class _Group:
             mine.clones += 1
             mine.read.merge(lane.read)
             mine.write.merge(lane.write)
-            mine.runtime_ns = max(mine.runtime_ns, lane.last_ns - max(lane.window_ns, lane.first_ns))
+            mine.runtime_ns = max(
+                mine.runtime_ns, lane.last_ns - max(lane.window_ns, lane.first_ns)
+            )
             mine.error = mine.error or lane.error
             mine.skips += lane.skips
             mine.verified += lane.verified

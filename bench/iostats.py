@@ -42,8 +42,16 @@ def bucket_middle_ns(bucket: int) -> int:
 class Latencies:
     """A histogram that is fed arrays of nanoseconds."""
 
-    __slots__ = ("_counts", "_pending", "_pending_count", "_square_sum", "_sum", "max_ns", "min_ns",
-                 "total")
+    __slots__ = (
+        "_counts",
+        "_pending",
+        "_pending_count",
+        "_square_sum",
+        "_sum",
+        "_max_ns",
+        "_min_ns",
+        "_total",
+    )
 
     FLUSH_AT = 1 << 15
 
@@ -53,9 +61,9 @@ class Latencies:
         self._pending_count = 0
         self._sum = 0.0
         self._square_sum = 0.0
-        self.total = 0
-        self.min_ns = 0
-        self.max_ns = 0
+        self._total = 0
+        self._min_ns = 0
+        self._max_ns = 0
 
     def add(self, values: Ns) -> None:
         """Take (count,) int64 nanoseconds. Ownership: keeps the array until the next flush."""
@@ -77,33 +85,48 @@ class Latencies:
         self._sum += float(as_float.sum())
         self._square_sum += float((as_float * as_float).sum())
         low, high = int(values.min()), int(values.max())
-        self.min_ns = low if not self.total else min(self.min_ns, low)
-        self.max_ns = max(self.max_ns, high)
-        self.total += len(values)
+        self._min_ns = low if not self._total else min(self._min_ns, low)
+        self._max_ns = max(self._max_ns, high)
+        self._total += len(values)
 
     def merge(self, other: Latencies) -> None:
         """Add the counts of another histogram."""
         self.flush()
-        other.flush()
         if not other.total:
             return
         self._counts += other._counts
         self._sum += other._sum
         self._square_sum += other._square_sum
-        self.min_ns = other.min_ns if not self.total else min(self.min_ns, other.min_ns)
-        self.max_ns = max(self.max_ns, other.max_ns)
-        self.total += other.total
+        self._min_ns = other._min_ns if not self._total else min(self._min_ns, other._min_ns)
+        self._max_ns = max(self._max_ns, other._max_ns)
+        self._total += other._total
+
+    @property
+    def total(self) -> int:
+        """How many values there are."""
+        self.flush()
+        return self._total
+
+    @property
+    def min_ns(self) -> int:
+        """The smallest value, 0 without values."""
+        self.flush()
+        return self._min_ns
+
+    @property
+    def max_ns(self) -> int:
+        """The largest value, 0 without values."""
+        self.flush()
+        return self._max_ns
 
     @property
     def mean_ns(self) -> float:
         """The mean, 0 without values."""
-        self.flush()
         return self._sum / self.total if self.total else 0.0
 
     @property
     def stddev_ns(self) -> float:
         """The standard deviation of the sample, 0 below two values."""
-        self.flush()
         if self.total < 2:
             return 0.0
         spread = self._square_sum - self._sum * self._sum / self.total
@@ -111,7 +134,6 @@ class Latencies:
 
     def percentile_ns(self, percent: float) -> int:
         """Return the value at ``percent`` (0..100), 0 without values."""
-        self.flush()
         if not self.total:
             return 0
         rank = max(1, math.ceil(percent / 100 * self.total - 1e-9))

@@ -13,9 +13,7 @@ from typing import Any
 from .jobs import BARE, OPTIONS, JobError, JobSpec, job_from, option_value
 
 
-def parse_job_text(
-    text: str, source: str, defaults: dict[str, Any] | None = None
-) -> list[JobSpec]:
+def parse_job_text(text: str, source: str, defaults: dict[str, Any] | None = None) -> list[JobSpec]:
     """Return the jobs of one INI text; ``defaults`` stand under its ``[global]``.
 
     Raises: JobError with file, line and key.

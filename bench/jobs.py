@@ -85,8 +85,10 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
     """Return a parser of whole numbers in ``low..high``."""
 
     def parse(text: str) -> int:
-        bound = f"must be a whole number in {low}..{high}" if high is not None else (
-            f"must be a whole number of at least {low}"
+        bound = (
+            f"must be a whole number in {low}..{high}"
+            if high is not None
+            else (f"must be a whole number of at least {low}")
         )
         try:
             value = int(text)
@@ -114,7 +116,9 @@ def number(low: float) -> Callable[[str], float]:
     return parse
 
 
-def choice(choices: tuple[str, ...], aliases: Mapping[str, str] | None = None) -> Callable[[str], str]:
+def choice(
+    choices: tuple[str, ...], aliases: Mapping[str, str] | None = None
+) -> Callable[[str], str]:
     """Return a parser that takes one of ``choices``, or an alias of one."""
 
     def parse(text: str) -> str:
@@ -245,7 +249,7 @@ class JobSpec:
         return max(size for split in self.bssplit for size, _ in split)
 
     def io_class(self, *, is_read: bool) -> IoClass:
-        """Return the class of a transfer: reads READ, writes REQUIRED, unless ``prio`` says more."""
+        """Return the class of a transfer: by direction, unless ``prio`` names one."""
         if self.prio == "auto":
             return IoClass.READ if is_read else IoClass.REQUIRED
         return IoClass[self.prio.upper()]
@@ -275,18 +279,26 @@ OPTIONS: dict[str, Option] = {
     "rate_iops": Option(_pair(integer(0)), "transfers per second at most, or read,write"),
     "rate_process": Option(choice(RATE_PROCESSES), "linear | poisson arrivals under a rate"),
     "runtime": Option(parse_time, "stop after this time"),
-    "time_based": Option(parse_flag, "run for the whole runtime, over and over the file", is_flag=True),
+    "time_based": Option(
+        parse_flag, "run for the whole runtime, over and over the file", is_flag=True
+    ),
     "ramp_time": Option(parse_time, "run this long before anything is counted"),
     "direct": Option(parse_flag, "1: O_DIRECT (default), 0: through the page cache", is_flag=True),
     "ioengine": Option(choice(ENGINES), f"{' | '.join(ENGINES)} (default io_uring)"),
     "prio": Option(choice(PRIOS), "class: read | required | background (default by direction)"),
     "deadline_ms": Option(number(0.0), "deadline of each transfer (default: the engine's 30 s)"),
-    "verify": Option(choice(VERIFY_MODES, VERIFY_ALIASES), "xxh3: seal every write, check every read"),
+    "verify": Option(
+        choice(VERIFY_MODES, VERIFY_ALIASES), "xxh3: seal every write, check every read"
+    ),
     "group_reporting": Option(parse_flag, "one report per group, not per clone", is_flag=True),
     "stonewall": Option(parse_flag, "wait for the jobs before this one", is_flag=True),
     "randseed": Option(integer(0), "seed of offsets, mix and arrivals (default 1)"),
-    "policy": Option(choice(POLICIES), "kvstore | upstream | fifo (one ring, no classes, no bounds)"),
-    "disk_io_threads": Option(integer(1, IO_THREADS_MAX), "workers of the threads engine (default 16)"),
+    "policy": Option(
+        choice(POLICIES), "kvstore | upstream | fifo (one ring, no classes, no bounds)"
+    ),
+    "disk_io_threads": Option(
+        integer(1, IO_THREADS_MAX), "workers of the threads engine (default 16)"
+    ),
     "kernel_rings": Option(integer(1, 3), "io_urings that carry the classes: 1 | 3"),
     "inflight_bytes": Option(parse_size, "bytes in the device at most (default 16m)"),
     "required_inflight_bytes": Option(parse_size, "of required writes (default 8m)"),
@@ -301,12 +313,26 @@ SYNONYMS = {"readwrite": "rw", "blocksize": "bs", "wait_for_previous": "stonewal
 
 #: Keys of fio job files that are always so here, or that mean nothing here.
 IMPLIED = frozenset(
-    "thread fixedbufs registerfiles nonvectored norandommap invalidate fallocate iomem "
-    "refill_buffers scramble_buffers randrepeat overwrite create_on_open description".split()
+    [
+        "thread",
+        "fixedbufs",
+        "registerfiles",
+        "nonvectored",
+        "norandommap",
+        "invalidate",
+        "fallocate",
+        "iomem",
+        "refill_buffers",
+        "scramble_buffers",
+        "randrepeat",
+        "overwrite",
+        "create_on_open",
+        "description",
+    ]
 )
 
 #: Of these, the ones that fio takes without a value.
-BARE = frozenset("thread fixedbufs registerfiles norandommap refill_buffers".split())
+BARE = frozenset(["thread", "fixedbufs", "registerfiles", "norandommap", "refill_buffers"])
 
 
 def option_value(key: str, text: str) -> tuple[str, Any] | None:
@@ -390,7 +416,12 @@ def job_options(job: JobSpec) -> dict[str, str]:
     options: dict[str, str] = {}
     for field in fields(JobSpec):
         value = getattr(job, field.name)
-        if value == getattr(plain, field.name) and field.name not in ("name", "rw", "bs", "ioengine"):
+        if value == getattr(plain, field.name) and field.name not in (
+            "name",
+            "rw",
+            "bs",
+            "ioengine",
+        ):
             continue
         options[field.name] = _option_text(field.name, value)
     return options
@@ -400,7 +431,9 @@ def _option_text(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return str(int(value))
     if name == "bssplit":
-        read, write = (":".join(f"{size_text(size)}/{share:g}" for size, share in half) for half in value)
+        read, write = (
+            ":".join(f"{size_text(size)}/{share:g}" for size, share in half) for half in value
+        )
         return read if read == write else f"{read},{write}"
     if name in ("bs", "rate", "rate_iops"):
         show = str if name == "rate_iops" else size_text

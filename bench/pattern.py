@@ -15,8 +15,9 @@ _PERMUTE_MAX = 1 << 24
 class _Offsets:
     """Offsets of one direction with one block size: in order, or each block once per round."""
 
-    def __init__(self, block_bytes: int, region_bytes: int, rng: np.random.Generator, *,
-                 is_random: bool) -> None:
+    def __init__(
+        self, block_bytes: int, region_bytes: int, rng: np.random.Generator, *, is_random: bool
+    ) -> None:
         self._block_bytes = block_bytes
         self._blocks = region_bytes // block_bytes
         self._rng = rng
@@ -46,8 +47,9 @@ class _Offsets:
 class _SplitOffsets:
     """Offsets of one direction with mixed block sizes; random ones may repeat."""
 
-    def __init__(self, split: Split, region_bytes: int, rng: np.random.Generator, *,
-                 is_random: bool) -> None:
+    def __init__(
+        self, split: Split, region_bytes: int, rng: np.random.Generator, *, is_random: bool
+    ) -> None:
         self._sizes = np.array([size for size, _ in split], np.int64)
         shares = np.array([share for _, share in split], np.float64)
         self._shares = shares / shares.sum()
@@ -79,11 +81,15 @@ class Pattern:
         self._sides: list[_Offsets | _SplitOffsets] = []
         for side in (0, 1):  # read, write
             if job.bssplit is not None:
-                self._sides.append(_SplitOffsets(
-                    job.bssplit[side], region_bytes, self._rng, is_random=job.is_random))
+                self._sides.append(
+                    _SplitOffsets(
+                        job.bssplit[side], region_bytes, self._rng, is_random=job.is_random
+                    )
+                )
             else:
-                self._sides.append(_Offsets(
-                    job.bs[side], region_bytes, self._rng, is_random=job.is_random))
+                self._sides.append(
+                    _Offsets(job.bs[side], region_bytes, self._rng, is_random=job.is_random)
+                )
         self._bs = job.bs
         self._offsets: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
         self._sizes: npt.NDArray[np.int64] = np.empty(0, np.int64)
@@ -99,6 +105,11 @@ class Pattern:
         part = slice(self._position, self._position + count)
         self._position = min(part.stop, len(self._offsets))
         return self._offsets[part], self._sizes[part], self._is_read[part]
+
+    def put_back(self, count: int) -> None:
+        """Take back the last ``count`` of the latest `take`: they come again."""
+        assert count <= self._position
+        self._position -= count
 
     def _refill(self) -> None:
         if self._mix in (0.0, 1.0):

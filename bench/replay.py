@@ -30,17 +30,19 @@ from .costs import CostModel, default_time_scale
 from .options import PAGE_SIZE, SIZE, format_size
 from .oracle import lru_hits
 from .results import Measures, header, print_table, summarize, write_json
-from .run import PAGE_BYTES, ReplayOptions, oracle_report, run_once, run_oracle
+from .run import PAGE_BYTES, ReplayOptions, ReplayStalled, oracle_report, run_once, run_oracle
 from .scratch import scratch_directory
 from .trace import TraceError, read_trace
 from .workload import Workload, agentic_workload, trace_workload
 
 T = TypeVar("T")
 
-AGENTIC_REQUESTS = 480
+AGENTIC_REQUESTS = 640
 TRACE_REQUESTS = 2000
 TRACE_SESSIONS = 16
-AGENTIC_SESSIONS = 48
+AGENTIC_SESSIONS = 64
+TRACE_HOST_BYTES = 128 << 20
+AGENTIC_HOST_BYTES = 64 << 20
 ORACLE_PAGE_BYTES = 4096
 FULL_DIVISOR = 8  # ``--disk full`` holds this part of the distinct pages
 TERMINATED = 128 + signal.SIGTERM
@@ -67,7 +69,7 @@ class Arguments:
     block_tokens: int
     page_bytes: int | None
     gpu_cache_size: int
-    host_cache_size: int
+    host_cache_size: int | None
     disk_cache_size: int | None
     disk_cache_path: Path | None
     no_host: bool
@@ -150,7 +152,11 @@ def make_options(args: Arguments, workload: Workload) -> ReplayOptions:
             "--device-cache-size / --gpu-cache-size",
             f"holds {pages} pages of {page_bytes} bytes; the longest request needs {longest}",
         )
-    disk_bytes = 0
+    host_bytes = disk_bytes = 0
+    if not args.no_host and not args.oracle:
+        host_bytes = args.host_cache_size or (
+            TRACE_HOST_BYTES if args.trace else AGENTIC_HOST_BYTES
+        )
     if not args.no_disk and not args.oracle:
         slots = workload.distinct_blocks + workload.distinct_blocks // 16 + 64
         if args.disk == "full":
@@ -160,7 +166,7 @@ def make_options(args: Arguments, workload: Workload) -> ReplayOptions:
         block_tokens=args.block_tokens,
         page_bytes=page_bytes,
         device_bytes=args.gpu_cache_size,
-        host_bytes=0 if args.no_host or args.oracle else args.host_cache_size,
+        host_bytes=host_bytes,
         disk_bytes=disk_bytes,
         io_threads=args.io_threads,
         protected_copy_fraction=args.protected_copy_fraction,
@@ -239,6 +245,11 @@ def run_until_done(main: Coroutine[Any, Any, T]) -> T:
         if terminated:
             raise click.exceptions.Exit(TERMINATED) from None
         raise
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]  # a task group wraps what one child raised
+        raise error from None
 
 
 @contextlib.contextmanager
@@ -295,7 +306,7 @@ def run_replay(args: Arguments) -> int:
     tiers = {
         "device": options.device_bytes, "host": options.host_bytes, "disk": options.disk_bytes
     }  # fmt: skip
-    report = header("replay", sys.argv[1:]) | {
+    report = header("replay", sys.argv[1:], args.disk_cache_path or Path.cwd()) | {
         "workload": workload.describe() | {"disk": args.disk},
         "tiers": {name: size for name, size in tiers.items() if size},
         "sessions": options.sessions,
@@ -346,7 +357,7 @@ def run_compare_with_oracle(args: Arguments) -> int:
     with progress_bar(len(requests), "oracle") as start:
         found, outcome = run_until_done(run_oracle(options, requests, start("oracle")))
     result = oracle_report(found, lru_hits(ids, capacity), sum(len(row) for row in ids))
-    report = header("replay", sys.argv[1:]) | {
+    report = header("replay", sys.argv[1:], args.disk_cache_path or Path.cwd()) | {
         "workload": workload.describe(),
         "oracle": {
             "capacity_blocks": capacity,
@@ -416,7 +427,7 @@ def _flag(name: str, text: str) -> Callable[[Any], Any]:
     show_default=True,
     help="Device tier (CPU memory), in page bytes.",
 )
-@click.option("--host-cache-size", type=SIZE, default="128m", show_default=True, help="Host tier.")
+@click.option("--host-cache-size", type=SIZE, help="Host tier [64m, with a trace 128m].")
 @click.option("--disk-cache-size", type=SIZE, help="Disk tier [sized by --disk].")
 @click.option(
     "--disk-cache-path",
@@ -515,6 +526,9 @@ def command(ctx: click.Context, /, **values: Any) -> None:
         status = run_compare_with_oracle(args) if args.oracle else run_replay(args)
     except ConfigError as error:
         raise bad_option(_option_of(error), _message_of(error)) from error
+    except ReplayStalled as error:
+        click.echo(f"{PROGRAM}: {error}", err=True)
+        status = 1
     except (CapacityError, UnsupportedError) as error:
         raise click.ClickException(str(error)) from error
     ctx.exit(status)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-import os
-import platform
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,10 +18,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from . import machine
 from .cli import package_version
 from .options import format_size
 
 Measures = dict[str, Any]
+
+AS_IS = frozenset({"engine_settings"})  # a mapping that is no measure
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -39,14 +40,14 @@ def summarize(runs: Sequence[Measures]) -> tuple[Measures, Measures]:
     """Return (medians, ranges) of runs with the same keys.
 
     A range is ``{"min", "median", "max"}``. Numbers are summarized, mappings of numbers key by key
-    (a missing key counts 0), everything else is taken from the first run.
+    (a missing key counts 0), everything else is taken from the first run, `AS_IS` too.
     """
     assert runs
     medians: Measures = {}
     ranges: Measures = {}
     for name, first in runs[0].items():
         values = [run[name] for run in runs]
-        if isinstance(first, Mapping):
+        if isinstance(first, Mapping) and name not in AS_IS:
             keys = list(dict.fromkeys(key for value in values for key in value))
             parts = {key: _spread([value.get(key, 0) for value in values]) for key in keys}
             medians[name] = {key: part["median"] for key, part in parts.items()}
@@ -66,34 +67,14 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"min": min(values), "median": middle, "max": max(values)}
 
 
-def machine() -> dict[str, Any]:
-    """Return what the numbers were measured on."""
-    return {
-        "cpus": len(os.sched_getaffinity(0)),
-        "cpu_model": _cpu_model(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    }
-
-
-def _cpu_model() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.machine()
-    models = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
-    return models[0] if models else platform.machine()
-
-
-def header(benchmark: str, arguments: Sequence[str]) -> dict[str, Any]:
+def header(benchmark: str, arguments: Sequence[str], directory: Path) -> dict[str, Any]:
     """Return the fields that every report begins with."""
     return {
         "benchmark": benchmark,
         "kvstore_version": package_version(),
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "command": ["kvstore-bench", *arguments],
-        "machine": machine(),
+        "machine": machine.describe(directory),
     }
 
 

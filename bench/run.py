@@ -23,7 +23,7 @@ from kvstore.config import (
     StoreConfig,
 )
 from kvstore.errors import OutOfPages
-from kvstore.stats import StoreStats
+from kvstore.stats import EngineStats, StoreStats
 
 from .ablation import Variant
 from .costs import CostModel
@@ -34,6 +34,7 @@ from .scheduler import GROUP, Flow, Outcome, PageMemory, Scheduler, chain_keys
 from .workload import Request, Workload
 
 LAG_PERIOD_S = 0.005
+STALL_S = 60.0
 PAGE_BYTES = 64 << 10
 
 
@@ -107,6 +108,23 @@ class LoopLag:
         }
 
 
+class ReplayStalled(RuntimeError):
+    """Nothing has moved for a long time: a bug, reported instead of waiting for ever."""
+
+
+async def watch_for_stall(scheduler: Scheduler, limit_s: float = STALL_S) -> None:
+    """Raise ReplayStalled once no step was made and no request ended for ``limit_s``."""
+    clock = asyncio.get_running_loop().time
+    seen, since_s = (-1, -1), clock()
+    while True:
+        now = (scheduler.outcome.steps, len(scheduler.outcome.latency_s))
+        if now != seen:
+            seen, since_s = now, clock()
+        elif clock() - since_s > limit_s:
+            raise ReplayStalled(f"no progress for {limit_s:g} s: {scheduler.describe()}")
+        await asyncio.sleep(limit_s / 60)
+
+
 @contextlib.asynccontextmanager
 async def open_row(config: StoreConfig, variant: Variant) -> AsyncIterator[Any]:
     """Open the store of a row; the serial engine is a baseline that no store would choose."""
@@ -149,6 +167,7 @@ async def run_once(
         cpu_s, wall_s = time.process_time(), time.perf_counter()
         async with anyio.create_task_group() as group:
             group.start_soon(lag.watch)
+            group.start_soon(watch_for_stall, scheduler)
             outcome = await scheduler.run(workload, options.sessions)
             group.cancel_scope.cancel()
         wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
@@ -167,6 +186,7 @@ def measures(outcome: Outcome, stats: StoreStats, wall_s: float, cpu_s: float) -
     moved_bytes = sum(value for key, value in moved.items() if ":" not in key)
     return {
         "engine": stats.engine.engine or "none",
+        "engine_settings": engine_settings(stats.engine),
         "requests_per_s": served / wall_s,
         "ttft_p50_s": percentile(outcome.ttft_s, 50),
         "ttft_p90_s": percentile(outcome.ttft_s, 90),
@@ -209,6 +229,23 @@ def measures(outcome: Outcome, stats: StoreStats, wall_s: float, cpu_s: float) -
         "cpu_s": cpu_s,
         "cpu_s_per_gib_moved": cpu_s / (moved_bytes / 2**30) if moved_bytes else 0.0,
         "first_mismatch": outcome.first_mismatch,
+    }
+
+
+def engine_settings(stats: EngineStats) -> dict[str, Any]:
+    """Return what the engine of a run was: threads or depth, flags and bounds (INV-815)."""
+    return {
+        "engine": stats.engine,
+        "fallback_reason": stats.fallback_reason,
+        "threads": stats.threads,
+        "kernel_rings": stats.kernel_rings,
+        "ring_entries": stats.ring_entries,
+        "ring_flags": list(stats.ring_flags),
+        "bounds": dict(stats.bounds),
+        "registered_buffers": stats.registered_buffers,
+        "huge_pages": stats.huge_pages,
+        "direct_files": stats.direct_files,
+        "buffered_files": stats.buffered_files,
     }
 
 

@@ -89,6 +89,11 @@ class Admission:
                 self._serve()
             raise
 
+    @property
+    def waiting(self) -> int:
+        """Return how many requests wait."""
+        return sum(not future.done() for _, _, future in self._waiting)
+
     def release(self, pages: int) -> None:
         """Give pages back and serve those who wait."""
         self.free += pages
@@ -215,6 +220,15 @@ class Scheduler:
         self._changed = asyncio.Event()
         self._clock = asyncio.get_running_loop().time
         self._free_at_s = 0.0
+
+    def describe(self) -> str:
+        """Return one line about where the requests are, for a report of a stall."""
+        waiting = [flow.request.index for flow in self._ready]
+        return (
+            f"{self.outcome.steps} steps, {len(self.outcome.latency_s)} requests done,"
+            f" {self.admission.free} of {self.admission.page_count} pages not admitted,"
+            f" {self.admission.waiting} requests wait for admission, {waiting} for a step"
+        )
 
     # -------------------------------------------------------------------------- the clients
 

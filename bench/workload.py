@@ -112,13 +112,13 @@ class AgenticSpec:
 
     system_prompts: int = 3
     system_tokens: int = 4096
-    task_tokens: int = 3000
-    tool_tokens: int = 900
+    task_tokens: int = 8000
+    tool_tokens: int = 2000
     output_tokens: int = 160
     spread: float = 0.6
     turns_low: int = 6
     turns_high: int = 14
-    prompt_max: int = 40_000
+    prompt_max: int = 60_000
     think_s: float = 4.0
 
 

@@ -87,6 +87,7 @@ class ClassStats:
     pieces: int = 0
     promotions: int = 0
     aged_dispatches: int = 0
+    skipped: int = 0  # transfers refused above the background cap (INV-111)
     read_bytes: int = 0  # payload plus header that moved from the device
     written_bytes: int = 0
     queue_wait: LatencySnapshot = field(default_factory=LatencySnapshot)
@@ -174,9 +175,15 @@ class StoreStats:
     lost_pages: int = 0
     plans_refused: int = 0
     restores: int = 0
+    restores_waited: int = 0
     gate_busy: int = 0
     gate_await_fallbacks: int = 0
     sessions_open: int = 0  # gauge
     pages: int = 0  # gauge
+    persistent_pages: int = 0  # written and synced (persist_mode="strict", INV-927)
+    recovered_pages: int = 0
+    recovery_free_slots: dict[str, int] = field(default_factory=dict)  # by reason (INV-920)
+    host_mapped_bytes: int = 0  # gauge: host tier, staging and bounce slots, slack included
+    disk_modes: dict[str, str] = field(default_factory=dict)  # per file (INV-130)
     health: str = "ok"
     engine: EngineStats = field(default_factory=EngineStats)

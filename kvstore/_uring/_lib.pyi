@@ -1,7 +1,7 @@
-import cffi
+from typing import Any
 
 class _Lib:
-    def __getattr__(self, name: str) -> object: ...
+    def __getattr__(self, name: str) -> Any: ...
 
-ffi: cffi.FFI
+ffi: Any
 lib: _Lib

@@ -1,6 +1,8 @@
-/* Arenas: anonymous memory that the kernel, the ring and the device can all pin (INV-138). */
+/* Arenas: anonymous memory that the kernel, the ring and the device can all pin (INV-138); and the
+   blocks of slot files. */
 #include "uring.h"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -91,4 +93,33 @@ int kvs_arena_prefault(uint64_t address, uint64_t length, uint32_t threads) {
 
 int kvs_arena_unmap(uint64_t address, uint64_t length) {
     return munmap((void *)(uintptr_t)address, length) == 0 ? 0 : -errno;
+}
+
+static int write_zeros(int fd, uint64_t offset, uint64_t length) {
+    static const size_t part = 1u << 20;
+    uint8_t *zeros = calloc(1, part);
+    if (!zeros) return -ENOMEM;
+    int result = 1;
+    while (length > 0) {
+        size_t bytes = length < part ? (size_t)length : part;
+        ssize_t written = pwrite(fd, zeros, bytes, (off_t)offset);
+        if (written < 0 && errno == EINTR) continue;
+        if (written <= 0) {
+            result = written < 0 ? -errno : -EIO;
+            break;
+        }
+        offset += (uint64_t)written;
+        length -= (uint64_t)written;
+    }
+    free(zeros);
+    return result;
+}
+
+int kvs_allocate(int fd, uint64_t offset, uint64_t length) {
+    int result;
+    do result = fallocate(fd, 0, (off_t)offset, (off_t)length);
+    while (result != 0 && errno == EINTR);
+    if (result == 0) return 0;
+    if (errno != EOPNOTSUPP && errno != ENOSYS) return -errno;
+    return write_zeros(fd, offset, length);
 }

@@ -97,6 +97,7 @@ void kvs_gates_release(kvs_gates *gates) {
 }
 
 uint64_t kvs_gates_address(const kvs_gates *gates) { return (uint64_t)(uintptr_t)gates->words; }
+uint32_t kvs_gates_words(const kvs_gates *gates) { return gates->word_count; }
 uint64_t kvs_gates_length(const kvs_gates *gates) { return gates->length; }
 
 int kvs_gate_take(kvs_gates *gates, uint32_t transfers, uint64_t now_ns, kvs_ticket *ticket) {

@@ -239,6 +239,11 @@ class GateRing:
         return self._handle
 
     @property
+    def is_open(self) -> bool:
+        """Whether `close` has not been called."""
+        return self._handle is not None
+
+    @property
     def address(self) -> int:
         """Address of the first word; 4 KiB aligned."""
         return int(lib.kvs_gates_address(self.handle))

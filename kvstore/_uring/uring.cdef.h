@@ -276,6 +276,9 @@ int kvs_arena_map(uint64_t length, int numa_node, uint64_t *address);
 /* Faults every page in, with `threads` native threads. 0 or -errno. */
 int kvs_arena_prefault(uint64_t address, uint64_t length, uint32_t threads);
 int kvs_arena_unmap(uint64_t address, uint64_t length);
+/* Allocates blocks with fallocate mode 0: 0. 1 if zeros were written because the file system has
+   none; -errno. */
+int kvs_allocate(int fd, uint64_t offset, uint64_t length);
 
 /* ---- checksum.c ---- */
 
@@ -371,3 +374,115 @@ uint64_t kvs_sched_background_room(const kvs_sched *sched);
 void kvs_sched_count(const kvs_sched *sched, uint32_t io_class, kvs_class_counts *counts);
 void kvs_sched_histogram(const kvs_sched *sched, uint32_t io_class, uint32_t kind,
                          kvs_histogram *histogram);
+
+/* ---- engine.c: the transfer table; reactor.c and workers.c execute what it hands out ---- */
+
+enum { KVS_SUBMIT_VERIFY = 1, KVS_SUBMIT_SEAL = 2, KVS_SUBMIT_NO_CHECKSUM = 4, KVS_SUBMIT_POISON = 8 };
+enum { KVS_MISMATCH = -10000, KVS_END_OF_FILE = -10001 };
+enum { KVS_HEADER_BYTES = 4096, KVS_IDENTITY_BYTES = 192 };
+enum { KVS_KIND_RING = 0, KVS_KIND_WORKERS = 1, KVS_KIND_INLINE = 2 };
+/* Error counts are kept per errno below KVS_ERRORS - 2; the last two are ours. */
+enum { KVS_ERRORS = 160, KVS_ERROR_END_OF_FILE = 158, KVS_ERROR_MISMATCH = 159 };
+enum { KVS_FILES_MAX = 256, KVS_SLABS_MAX = 1024 };
+/* Parts of the ring set-up that can be switched off, to test the fallbacks. */
+enum {
+    KVS_WITHOUT_DEFER = 1,
+    KVS_WITHOUT_COOP = 2,
+    KVS_WITHOUT_SUBMIT_ALL = 4,
+    KVS_WITHOUT_CQSIZE = 8,
+    KVS_WITHOUT_FIXED_FILES = 16,
+    KVS_WITHOUT_FIXED_BUFFERS = 32
+};
+
+/* One transfer; mirrored by SUBMISSION_DTYPE in base.py. */
+typedef struct {
+    uint64_t handle; /* out */
+    uint64_t token;
+    uint64_t address;
+    uint64_t offset;
+    uint64_t payload_bytes;
+    uint64_t deadline_ns; /* 0: the engine's default, all ones: none */
+    uint64_t gate_generation;
+    int32_t gate_word; /* -1: no gate */
+    uint32_t file_id;
+    uint32_t header_bytes;
+    uint8_t io_class;
+    uint8_t opcode;
+    uint16_t flags;
+    uint8_t identity[192];
+} kvs_submission;
+
+typedef struct {
+    kvs_sched_config sched;
+    uint64_t deadline_ns;
+    uint64_t inline_bytes; /* checksums up to this size are computed by the reactor itself */
+    uint32_t kind;
+    uint32_t threads;
+    uint32_t ring_entries;
+    uint32_t kernel_rings;
+    uint32_t iowq_workers;
+    uint32_t without;
+} kvs_engine_config;
+
+typedef struct {
+    uint64_t open_transfers, background_bytes, inflight_pieces; /* gauges */
+    uint64_t short_transfers, retries, direct_fallbacks, mismatches, deadlines, cancelled;
+    uint64_t wakeups, submit_calls, submit_ns_max, overflows;
+    uint64_t registered_bytes;
+    uint32_t direct_files, buffered_files;
+    uint32_t setup_flags, features, ring_entries, fixed_files, fixed_buffers, threads, cloned;
+} kvs_engine_counts;
+
+/* What the fault shim does to the pieces that match; the test kit's rules, for every engine. */
+enum {
+    KVS_FAULT_ERRNO = 1, /* argument: errno; the piece never reaches the device */
+    KVS_FAULT_SHORT = 2, /* argument: bytes; the rest is not transferred */
+    KVS_FAULT_ZERO = 3,  /* as at the end of a file */
+    KVS_FAULT_DELAY = 4, /* argument: nanoseconds between device and engine */
+    KVS_FAULT_HOLD = 5,  /* never, until the rule is released */
+    KVS_FAULT_FLIP = 6   /* argument: bit number in the piece, flipped after a read */
+};
+
+typedef struct {
+    uint64_t offset_low, offset_high; /* pieces that overlap [low, high) of the file */
+    uint64_t skip;                    /* the first matches that go through */
+    uint64_t count;                   /* how many are affected then; all ones: all */
+    int64_t argument;
+    int32_t file_id;       /* -1: any */
+    uint32_t class_mask;   /* bit per class, 0: any */
+    uint32_t opcode_mask;  /* bit per opcode, 0: any */
+    uint32_t action;
+    uint32_t direct_mask;  /* 1: buffered pieces, 2: direct pieces, 0: any */
+    uint32_t reserved;
+} kvs_fault;
+
+typedef struct kvs_engine kvs_engine;
+
+/* Starts every thread and ring, or none (INV-126); NULL and -errno. `gates` may be NULL. */
+kvs_engine *kvs_engine_new(const kvs_engine_config *config, kvs_gates *gates, int *error);
+int kvs_engine_register_file(kvs_engine *engine, int direct_fd, int buffered_fd);
+int kvs_engine_unregister_file(kvs_engine *engine, uint32_t file_id); /* -EBUSY: not drained */
+int kvs_engine_register_memory(kvs_engine *engine, uint64_t address, uint64_t length);
+int kvs_engine_unregister_memory(kvs_engine *engine, uint64_t address);
+/* Takes all records or none: 0, -ESHUTDOWN, -ENOMEM, -EINVAL. */
+int kvs_engine_submit(kvs_engine *engine, kvs_cq *cq, kvs_submission *submissions, uint32_t count);
+int kvs_engine_promote(kvs_engine *engine, uint64_t handle);
+int kvs_engine_cancel(kvs_engine *engine, uint64_t handle);
+uint64_t kvs_engine_background_room(kvs_engine *engine);
+/* Posts `token` once no transfer of the file is open (file_id -1: of any file). 0 or -ENOMEM. */
+int kvs_engine_drain(kvs_engine *engine, int64_t file_id, kvs_cq *cq, uint64_t token);
+/* Refuses new transfers and cancels the open ones. */
+void kvs_engine_stop(kvs_engine *engine);
+/* After stop: waits for the last piece, then ends the threads. -ETIMEDOUT: pieces never came back;
+   the threads live on and the engine must not be freed (INV-139). */
+int kvs_engine_join(kvs_engine *engine, uint64_t timeout_ns);
+void kvs_engine_free(kvs_engine *engine);
+/* The number of the rule, or -ENOSPC. */
+int kvs_engine_inject(kvs_engine *engine, const kvs_fault *fault);
+/* Ends a rule and lets go of what it holds; returns how many pieces it affected. */
+uint64_t kvs_engine_release(kvs_engine *engine, uint32_t rule);
+void kvs_engine_count(kvs_engine *engine, kvs_engine_counts *counts);
+void kvs_engine_class(kvs_engine *engine, uint32_t io_class, kvs_class_counts *counts,
+                      kvs_histogram *wait, kvs_histogram *service, uint64_t *errors);
+/* Open transfers of a file, and whether direct I/O is in force for it. */
+int kvs_engine_file(kvs_engine *engine, uint32_t file_id, uint32_t *transfers, uint32_t *direct);

@@ -33,4 +33,6 @@ static inline struct timespec kvs_timespec(uint64_t ns) {
 bool kvs_cq_append(kvs_cq *cq, uint64_t token, int32_t status, uint32_t flags, uint64_t value);
 void kvs_cq_wake(kvs_cq *cq);
 
+uint32_t kvs_gates_words(const kvs_gates *gates);
+
 #endif

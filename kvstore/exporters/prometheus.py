@@ -100,11 +100,16 @@ METRICS: Final[dict[str, tuple[str, tuple[str, ...], str]]] = {
     "kvstore_io_queued_bytes": ("gauge", ("io_class",), "Bytes that wait for dispatch."),
     "kvstore_io_inflight_bytes": ("gauge", ("io_class",), "Bytes in the kernel or the disk."),
     "kvstore_io_background_bytes": ("gauge", (), "Background bytes issued but not yet written."),
-    "kvstore_io_bound_bytes": ("gauge", ("bound",), "The bounds in force on bytes in flight."),
+    "kvstore_io_bound": (
+        "gauge",
+        ("bound",),
+        "The bounds in force, in bytes; pieces and background_turn are counts.",
+    ),
     "kvstore_io_transfers": ("counter", ("io_class",), "Transfers: one per page."),
     "kvstore_io_pieces": ("counter", ("io_class",), "Pieces: what the disk sees."),
     "kvstore_io_promotions": ("counter", ("io_class",), "Background transfers made required."),
     "kvstore_io_aged_dispatches": ("counter", ("io_class",), "Pieces that left by their age."),
+    "kvstore_io_skipped": ("counter", ("io_class",), "Transfers refused above the background cap."),
     "kvstore_io_errors": ("counter", ("io_class", "errno"), "Transfers failed, by errno."),
     "kvstore_io_queue_wait_seconds": ("histogram", ("io_class",), "Issue to first dispatch."),
     "kvstore_io_service_seconds": ("histogram", ("io_class",), "First dispatch to last piece."),
@@ -196,11 +201,12 @@ def _engine_samples(stats: StoreStats) -> Iterator[Sample]:
         yield "kvstore_io_pieces", (name,), counts.pieces
         yield "kvstore_io_promotions", (name,), counts.promotions
         yield "kvstore_io_aged_dispatches", (name,), counts.aged_dispatches
+        yield "kvstore_io_skipped", (name,), counts.skipped
         for errno, count in counts.errors.items():
             yield "kvstore_io_errors", (name, str(errno)), count
     yield "kvstore_io_background_bytes", (), engine.background_bytes
     for bound, value in engine.bounds.items():
-        yield "kvstore_io_bound_bytes", (bound,), value
+        yield "kvstore_io_bound", (bound,), value
     yield "kvstore_io_short_transfers", (), engine.short_transfers
     yield "kvstore_io_retries", (), engine.retries
     yield "kvstore_io_direct_fallbacks", (), engine.direct_fallbacks

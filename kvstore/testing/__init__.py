@@ -8,12 +8,14 @@ from __future__ import annotations
 from kvstore.testing.completions import SimCompletions as SimCompletions
 from kvstore.testing.device import SimDevice as SimDevice
 from kvstore.testing.device import SimEvent as SimEvent
-from kvstore.testing.device import SimPool as SimPool
 from kvstore.testing.device import SimStream as SimStream
+from kvstore.testing.device import read_page as read_page
+from kvstore.testing.device import write_page as write_page
 from kvstore.testing.engine import SimEngine as SimEngine
 from kvstore.testing.faults import Fault as Fault
 from kvstore.testing.faults import FaultKind as FaultKind
 from kvstore.testing.faults import FaultPlan as FaultPlan
+from kvstore.testing.files import SimDisk as SimDisk
 from kvstore.testing.files import SimFile as SimFile
 from kvstore.testing.gate import SimGateWords as SimGateWords
 from kvstore.testing.loop import SimClock as SimClock
@@ -37,16 +39,18 @@ __all__ = [
     "SimCompletions",
     "SimDeadlock",
     "SimDevice",
+    "SimDisk",
     "SimEngine",
     "SimEvent",
     "SimFile",
     "SimGateWords",
     "SimLoop",
     "SimMemory",
-    "SimPool",
     "SimStream",
     "check_pattern",
     "memory_view",
     "pattern",
+    "read_page",
     "token_rows",
+    "write_page",
 ]

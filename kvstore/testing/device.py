@@ -8,9 +8,8 @@ second half when it ends: memory or a slot given up in between shows as wrong by
 from __future__ import annotations
 
 import asyncio
-import errno
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, cast, final
@@ -20,6 +19,11 @@ import numpy.typing as npt
 
 from kvstore._uring.base import Completions, Ticket
 from kvstore.devices.base import (
+    CODE_CAPTURE_UNSUPPORTED,
+    CODE_LAUNCH_FAILED,
+    CODE_OUT_OF_MEMORY,
+    DEVICE_STATUS,
+    STICKY_CODES,
     CopyDirection,
     DeviceCaps,
     DevicePool,
@@ -27,15 +31,16 @@ from kvstore.devices.base import (
     HostLayout,
     SlotIds,
     Stream,
+    device_error,
 )
-from kvstore.errors import CapacityError, ConfigError, DeviceError, LogicError, UnsupportedError
+from kvstore.devices.pools import PagePool, pool_shape
+from kvstore.errors import CapacityError, DeviceError, LogicError, StoreClosed, UnsupportedError
 from kvstore.testing.completions import SimCompletions
 from kvstore.testing.gate import SimGateWords
 from kvstore.testing.loop import SimDeadlock
 from kvstore.testing.memory import memory_view
 
 Bytes = npt.NDArray[np.uint8]
-ILLEGAL_ADDRESS = 700  # the driver's code for the usual sticky error
 
 
 @final
@@ -93,7 +98,7 @@ class SimStream:
     """An ordered queue of device work; made by `SimDevice`."""
 
     def __init__(self, device: SimDevice, name: str, queue: _HardwareQueue) -> None:
-        self._device = device
+        self.device = device
         self.name = name
         self._queue = queue
         self._is_capturing = False
@@ -105,27 +110,25 @@ class SimStream:
 
     def enqueue(self, work: _Work) -> None:
         """Append work; on a full queue the call blocks, that is, time inside it moves on."""
-        self._device.enqueue(self._queue, work)
+        self.device.enqueue(self._queue, work)
 
     def wait_event(self, event: Any) -> None:
         """Let later work of this stream wait for ``event``."""
-        self._device.check()
-        event = self._device.wrap_event(event)
+        self.device.check("wait_event")
+        event = self.device.wrap_event(event)
         if event.is_passed:
             return
         self.enqueue(_Work("wait_event", blocked_on=event.on_passed))
 
     def wait_ticket(self, ticket: Ticket) -> None:
         """Let later work wait for ``word >= generation``. Raises: UnsupportedError, DeviceError."""
-        self._device.check()
-        self._device.refuse_capture(self, "a gate wait")
-        gate = self._device.gate
-        if gate is None or not self._device.caps.memops64:
+        self.device.check("wait_ticket", self)
+        gate = self.device.gate
+        if gate is None or not self.device.caps.memops64:
             raise UnsupportedError("the simulated device has no gate words")
-        self._device.fail_if_asked("wait_ticket")
         word, generation = ticket.word, ticket.generation
         if not gate.is_passed(word, generation):
-            self._device.gated_streams.add(self.name)
+            self.device.gated_streams.add(self.name)
 
             def subscribe(wake: Callable[[], None]) -> None:
                 gate.on_passed(word, generation, wake)
@@ -134,7 +137,7 @@ class SimStream:
                 _Work(
                     "wait_ticket",
                     blocked_on=subscribe,
-                    end=lambda: self._device.gated_streams.discard(self.name),
+                    end=lambda: self.device.gated_streams.discard(self.name),
                 )
             )
 
@@ -142,13 +145,13 @@ class SimStream:
         self, kernel: Callable[[], None], duration_ns: int = 0, *, begin: Any = None
     ) -> None:
         """Enqueue a fake kernel: ``kernel`` runs when it ends, ``duration_ns`` after its start."""
-        self._device.check()
+        self.device.check()
         self.enqueue(_Work("kernel", duration_ns, begin=begin, end=kernel))
 
     def record(self) -> SimEvent:
         """Return an event behind everything enqueued so far."""
-        self._device.check()
-        event = SimEvent(self._device, is_passed=not self._queue.works)
+        self.device.check("record")
+        event = SimEvent(self.device, is_passed=not self._queue.works)
         if not event.is_passed:
             self.enqueue(_Work("record", end=event.pass_))
         return event
@@ -166,46 +169,29 @@ class SimStream:
         return self._is_capturing
 
 
-@final
-class SimPool:
-    """Page slots of one pool group in numpy memory, or adopted arrays, one piece per array."""
+def read_page(pool: PagePool, slot_id: int) -> Bytes:
+    """Return a copy of the bytes of a slot, pieces joined: (page_bytes,) uint8."""
+    return np.concatenate([view for view, _ in _pieces(pool, slot_id)])
 
-    def __init__(
-        self, name: str, slot_count: int, page_bytes: int, pieces: Sequence[Bytes]
-    ) -> None:
-        self.name = name
-        self.slot_count = slot_count
-        self.page_bytes = page_bytes
-        self._pieces = list(pieces)  # each (slot_count, piece_bytes) uint8
 
-    def as_tensor(self, dtype: Any = None, shape: Sequence[int] | None = None) -> Any:
-        """Return the pool as (slot_count, ...) numpy array."""
-        if len(self._pieces) != 1:
-            raise LogicError("an adopted pool has one tensor per piece; use yours")
-        array: npt.NDArray[Any] = self._pieces[0]
-        if dtype is not None:
-            array = array.view(dtype)
-        return array if shape is None else array.reshape((self.slot_count, *shape))
+def write_page(pool: PagePool, slot_id: int, data: Bytes, start: int = 0) -> None:
+    """Overwrite ``data.size`` bytes of a slot from ``start`` on, as a finished kernel would."""
+    done = 0
+    for view, at in _pieces(pool, slot_id):
+        low, high = max(start, at), min(start + data.size, at + view.size)
+        if low < high:
+            view[low - at : high - at] = data[low - start : high - start]
+            done += high - low
+    assert done == data.size
 
-    def page(self, slot_id: int) -> Bytes:
-        """Return a copy of the bytes of a slot, pieces joined: (page_bytes,) uint8."""
-        return np.concatenate([piece[slot_id] for piece in self._pieces])
 
-    def write_page(self, slot_id: int, data: Bytes) -> None:
-        """Overwrite a slot, as a kernel that has finished would."""
-        self.write_range(slot_id, 0, data)
-
-    def write_range(self, slot_id: int, start: int, data: Bytes) -> None:
-        """Overwrite ``data.size`` bytes of a slot from ``start`` on."""
-        at, done = 0, 0
-        for piece in self._pieces:
-            size = piece.shape[1]
-            low, high = max(start, at), min(start + data.size, at + size)
-            if low < high:
-                piece[slot_id, low - at : high - at] = data[low - start : high - start]
-                done += high - low
-            at += size
-        assert done == data.size
+def _pieces(pool: PagePool, slot_id: int) -> Iterator[tuple[Bytes, int]]:
+    """Yield (view, position in the page) of each piece of a slot."""
+    assert 0 <= slot_id < pool.slot_count
+    at = 0
+    for base, stride, size in zip(pool.bases, pool.strides, pool.sizes, strict=True):
+        yield memory_view(int(base) + slot_id * int(stride), int(size)), at
+        at += int(size)
 
 
 @final
@@ -213,9 +199,8 @@ class SimDevice:
     """Implements `Device` on loop time.
 
     ``queue_depth`` bounds the entries of a hardware queue, ``hardware_queues`` their number:
-    streams beyond it share one, so that head-of-line blocking can be reproduced. ``refuse`` maps a
-    call (``copy_pages``, ``wait_ticket``, ``create_pool``, ``register_host``) to how many of its
-    next calls fail. `fail` makes a sticky error.
+    streams beyond it share one, so that head-of-line blocking can be reproduced. `inject` lets a
+    call fail, `fail` makes a sticky error. Every option is for tests.
     """
 
     def __init__(
@@ -243,11 +228,12 @@ class SimDevice:
         self._queue_depth = queue_depth
         self._queues = [_HardwareQueue() for _ in range(hardware_queues)]
         self._streams: dict[Any, SimStream] = {}
-        self._error: DeviceError | None = None
+        self._error = 0
+        self._injected: dict[str, list[tuple[int, int]]] = {}
+        self._stream_count = 0
         self._pending: dict[int, tuple[SimCompletions, int]] = {}
         self._pending_next = 0
         self._registered: dict[int, int] = {}
-        self.refuse: dict[str, int] = {}
         self.gated_streams: set[str] = set()
         self.full_count = 0
         self.copied_bytes = dict.fromkeys(CopyDirection, 0)
@@ -256,61 +242,84 @@ class SimDevice:
 
     # -- errors ---------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Raise the sticky error, if the device is lost."""
-        if self._error is not None:
-            raise self._error
+    @property
+    def error(self) -> int:
+        """The sticky code, or 0 (INV-917)."""
+        return self._error
 
-    def fail(self, message: str = "an illegal address was used", code: int = 700) -> None:
+    def check(self, call: str = "call", stream: SimStream | None = None) -> None:
+        """Raise what a call meets before it reaches a queue: closed, lost, injected, capturing."""
+        if self.is_closed:
+            raise StoreClosed("the simulated device is closed")
+        if self._error:
+            raise device_error(self._error, call)
+        pending = self._injected.pop(call, [])
+        later = [(nth - 1, code) for nth, code in pending if nth > 1]
+        if later:
+            self._injected[call] = later
+        for nth, code in pending:
+            if nth == 1:
+                if code in STICKY_CODES:
+                    self.fail(code)
+                raise device_error(code, call)
+        if stream is not None and stream.is_capturing():
+            raise device_error(CODE_CAPTURE_UNSUPPORTED, f"{call} on a capturing stream")
+
+    def inject(self, call: str, code: int, *, nth: int = 1) -> None:
+        """Let the ``nth`` call of a method from now on fail.
+
+        A sticky code loses the device; any other fails that call alone. ``execute`` fails a batch
+        that was accepted: the device is lost when it gets there.
+        """
+        self._injected.setdefault(call, []).append((nth, code))
+
+    def clear_injected(self) -> bool:
+        """Forget what was injected and not reached; tells whether there was any."""
+        left = bool(self._injected)
+        self._injected.clear()
+        return left
+
+    def fail(self, code: int = CODE_LAUNCH_FAILED) -> None:
         """Lose the device: later calls raise, and pending notifications complete with it."""
-        self._error = DeviceError(message, code=code, is_sticky=True)
+        if code not in STICKY_CODES:
+            raise LogicError(f"code {code} is not sticky")
+        self._error = code
         for queue in self._queues:
             queue.works.clear()
         pending, self._pending = self._pending, {}
         for completions, token in pending.values():
-            completions.post(token, -errno.EIO)
-
-    def fail_if_asked(self, call: str) -> None:
-        """Raise a passing DeviceError if the test asked for it in ``refuse``."""
-        if self.refuse.get(call, 0) > 0:
-            self.refuse[call] -= 1
-            raise DeviceError(f"{call}: refused by the test", code=1, is_sticky=False)
-
-    def refuse_capture(self, stream: SimStream, what: str) -> None:
-        """Raise if a graph capture is open on ``stream``."""
-        if stream.is_capturing():
-            raise UnsupportedError(f"{what} cannot be captured into a graph")
+            completions.post(token, DEVICE_STATUS - code)
 
     # -- pools and memory -----------------------------------------------------------------------
 
-    def create_pool(self, name: str, slot_count: int, page_bytes: int) -> SimPool:
-        """Allocate a pool. Raises: CapacityError: asked for in ``refuse``."""
-        self.check()
-        if self.refuse.get("create_pool", 0) > 0:
-            self.refuse["create_pool"] -= 1
-            raise CapacityError(f"{name}: the device has no memory", pool_group=name)
-        piece = np.zeros((slot_count, page_bytes), np.uint8)
-        return SimPool(name, slot_count, page_bytes, [piece])
+    def create_pool(self, name: str, slot_count: int, page_bytes: int) -> PagePool:
+        """Allocate a pool of zeroed pages. Raises: CapacityError: injected."""
+        try:
+            self.check("create_pool")
+        except DeviceError as error:
+            if error.code == CODE_OUT_OF_MEMORY:  # type: ignore[attr-defined]
+                raise CapacityError("device: out of memory (injected)") from error
+            raise
+        array = np.zeros(slot_count * page_bytes, np.uint8)
+
+        def view(dtype: Any, shape: Sequence[int] | None) -> Any:
+            kind = np.dtype(dtype or np.uint8)
+            sizes = pool_shape(slot_count, page_bytes, kind.itemsize, shape)
+            return array.view(kind).reshape(sizes)
+
+        address = int(array.ctypes.data)
+        return PagePool.contiguous(name, slot_count, page_bytes, address, array, view)
 
     def adopt_pool(
         self, name: str, tensors: Sequence[Any], block_dim: int, page_bytes: int
-    ) -> SimPool:
-        """Use the caller's numpy arrays, cut along ``block_dim`` (only 0 here)."""
-        self.check()
-        if block_dim != 0:
-            raise ConfigError("block_dim: the simulated device cuts along 0", field="block_dim")
-        pieces = [np.asarray(tensor).view(np.uint8).reshape(len(tensor), -1) for tensor in tensors]
-        total = sum(piece.shape[1] for piece in pieces)
-        if total != page_bytes:
-            raise ConfigError(
-                f"tensors: {name} has {total} bytes per block, not {page_bytes}", field="tensors"
-            )
-        return SimPool(name, len(pieces[0]), page_bytes, pieces)
+    ) -> PagePool:
+        """Use the caller's arrays, one piece each and per index before ``block_dim``."""
+        self.check("adopt_pool")
+        return PagePool.adopted(name, tensors, block_dim, page_bytes)
 
     def register_host(self, address: int, length: int) -> None:
-        """Remember a slab."""
-        self.check()
-        self.fail_if_asked("register_host")
+        """Remember a slab; copies may use registered memory only."""
+        self.check("register_host")
         self._registered[address] = length
 
     def unregister_host(self, address: int) -> None:
@@ -328,23 +337,29 @@ class SimDevice:
         """Return the stream of a role, always the same one."""
         stream = self._streams.get(role)
         if stream is None:
-            queue = self._queues[len(self._streams) % len(self._queues)]
-            stream = self._streams[role] = SimStream(self, role, queue)
+            stream = self._streams[role] = self.new_stream(role)
         return stream
 
+    def new_stream(self, name: str = "") -> SimStream:
+        """Return a fresh stream on the next hardware queue."""
+        number, self._stream_count = self._stream_count, self._stream_count + 1
+        return SimStream(self, name or f"stream{number}", self._queues[number % len(self._queues)])
+
     def wrap_stream(self, stream: Any) -> SimStream:
-        """Return a stream for ours, a number, or None for the default stream."""
-        if isinstance(stream, SimStream):
+        """Return a stream of ours; None is the default stream."""
+        if stream is None:
+            return self.stream("default")
+        if isinstance(stream, SimStream) and stream.device is self:
             return stream
-        return self.stream("default" if stream is None else f"caller {stream}")
+        raise LogicError(f"the simulated device cannot use {type(stream).__name__} as a stream")
 
     def wrap_event(self, event: Any) -> SimEvent:
-        """Return an event of ours; None has passed."""
+        """Return an event of ours; None has passed (INV-338)."""
         if event is None:
             return SimEvent(self)
-        if not isinstance(event, SimEvent):
-            raise TypeError(f"not an event of the simulated device: {event!r}")
-        return event
+        if isinstance(event, SimEvent):
+            return event
+        raise LogicError(f"the simulated device cannot use {type(event).__name__} as an event")
 
     # -- work -------------------------------------------------------------------------------------
 
@@ -420,15 +435,15 @@ class SimDevice:
         direction: CopyDirection,
     ) -> None:
         """Enqueue page copies; page ``i`` pairs ``device_slots[i]`` with ``host_slots[i]``."""
-        stream, pool = cast("SimStream", stream), cast("SimPool", pool)
-        self.check()
-        self.refuse_capture(stream, "a page copy")
-        assert len(device_slots) == len(host_slots), "slots come in pairs"
-        if len(device_slots) == 0:
+        stream, pages = cast("SimStream", stream), cast("PagePool", pool)
+        self.check("copy_pages", stream)
+        device_slots, host_slots = pages.check_slots(device_slots, host_slots)
+        if len(device_slots) == 0:  # INV-711
             return
-        self.fail_if_asked("copy_pages")
-        pairs = [(int(a), int(b)) for a, b in zip(device_slots, host_slots, strict=True)]
-        assert all(0 <= slot < pool.slot_count for slot, _ in pairs), "slots are of the pool"
+        pairs = list(zip(device_slots.tolist(), host_slots.tolist(), strict=True))
+        for _, host_slot in pairs:
+            self._check_registered(host.address(host_slot), host.payload_offset + pool.page_bytes)
+        fails = self._fails_later("execute")
         self.copy_calls[direction] += 1
         page_bytes = pool.page_bytes
         half = page_bytes // 2
@@ -438,17 +453,34 @@ class SimDevice:
                 address = host.address(host_slot) + host.payload_offset
                 memory = memory_view(address, page_bytes)
                 if direction is CopyDirection.TO_DEVICE:
-                    pool.write_range(device_slot, start, memory[start:end])
+                    write_page(pages, device_slot, memory[start:end], start)
                 else:
-                    memory[start:end] = pool.page(device_slot)[start:end]
+                    memory[start:end] = read_page(pages, device_slot)[start:end]
 
         def finish() -> None:
+            if fails:
+                self.fail(fails)
+                return
             move(half, page_bytes)
             self.copied_bytes[direction] += page_bytes * len(pairs)
 
         latency_ns = self._random.randint(*self._latency_ns)
         duration_ns = latency_ns + page_bytes * len(pairs) * 10**9 // self._bytes_per_s
         stream.enqueue(_Work("copy", max(1, duration_ns), lambda: move(0, half), finish))
+
+    def _fails_later(self, call: str) -> int:
+        try:
+            self.check(call)
+        except DeviceError as error:
+            self._error = 0
+            return int(error.code)  # type: ignore[attr-defined]
+        return 0
+
+    def _check_registered(self, address: int, length: int) -> None:
+        for start, size in self._registered.items():
+            if start <= address and address + length <= start + size:
+                return
+        raise LogicError(f"host memory at {address:#x} is not registered with the device")
 
     def _notification(self, queue: Completions, token: int) -> Callable[[], None]:
         key, self._pending_next = self._pending_next, self._pending_next + 1
@@ -464,13 +496,12 @@ class SimDevice:
     def notify(self, stream: Stream, queue: Completions, token: int) -> None:
         """Complete ``token`` when the stream gets here."""
         stream = cast("SimStream", stream)
-        self.check()
-        self.refuse_capture(stream, "a notification")
+        self.check("notify", stream)
         stream.enqueue(_Work("notify", end=self._notification(queue, token)))
 
     def notify_event(self, event: Event, queue: Completions, token: int) -> None:
         """Complete ``token`` when ``event`` has passed."""
-        self.check()
+        self.check("notify_event")
         cast("SimEvent", event).on_passed(self._notification(queue, token))
 
     @property

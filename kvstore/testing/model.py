@@ -49,6 +49,8 @@ class History:
 
     def __init__(self, block_tokens: int, salt: bytes = b"", adapter: bytes = b"") -> None:
         self.block_tokens = block_tokens
+        self.salt = salt
+        self.adapter = adapter
         self.tokens: list[int] = []
         self._chain = KeyChain(block_tokens, scope_key(salt, adapter))
 
@@ -57,12 +59,19 @@ class History:
         self.tokens.extend(int(token) for token in tokens)
         self._chain.extend(np.asarray(tokens, np.int64))
 
-    def truncate(self, token_count: int, salt: bytes = b"", adapter: bytes = b"") -> None:
+    def truncate(self, token_count: int) -> None:
         """Forget everything from ``token_count`` on."""
         kept = self.tokens[:token_count]
         self.tokens = []
-        self._chain = KeyChain(self.block_tokens, scope_key(salt, adapter))
+        self._chain = KeyChain(self.block_tokens, scope_key(self.salt, self.adapter))
         self.extend(kept)
+
+    def copy(self) -> History:
+        """Return an independent history of the same tokens."""
+        twin = History(self.block_tokens, self.salt, self.adapter)
+        twin.tokens = self.tokens.copy()
+        twin._chain = self._chain.fork()
+        return twin
 
     @property
     def block_count(self) -> int:

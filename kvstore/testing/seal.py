@@ -33,10 +33,11 @@ def _digest(data: Bytes) -> int:
 def seal(slot: Bytes, identity: Bytes, payload_bytes: int, flags: SubmitFlag) -> None:
     """Lay the identity down as the header of ``slot`` and fill in both checksums.
 
-    Shapes: ``slot`` is (header + payload,) uint8, ``identity`` (192,) uint8.
+    Shapes: ``slot`` is (header + padded payload,) uint8, ``identity`` (192,) uint8.
     """
     header = slot[:HEADER_BYTES]
     header[:] = 0
+    slot[HEADER_BYTES + payload_bytes :] = 0  # the padding: no stale memory is stored
     header[:IDENTITY_BYTES] = identity
     if flags & SubmitFlag.NO_CHECKSUM:
         checksum = 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import anyio
 import numpy as np
 import pytest
 from kvstore_bench.costs import CostModel
 from kvstore_bench.pages import PagePattern
+from kvstore_bench.run import watch_for_stall
 from kvstore_bench.scheduler import Admission, Scheduler, chain_keys
 from kvstore_bench.workload import AgenticSpec, Request, Workload, agentic_workload
 
@@ -104,6 +106,22 @@ async def test_cancelling_the_run_closes_all_sessions():
         await task
     assert store.open_sessions == 0
     assert one.admission.free == one.admission.page_count
+
+
+async def test_a_stall_is_reported():
+    """When nothing moves the watch says where the requests are, instead of waiting for ever."""
+
+    class Stuck(FakeStore):
+        def step(self, fence):
+            return asyncio.get_running_loop().create_future()
+
+    one = scheduler(Stuck(400, PAGE_BYTES, BLOCK_TOKENS))
+    workload = agentic_workload(4, BLOCK_TOKENS, 7, SPEC)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch_for_stall, one, 1.0)
+            await one.run(workload, 2)
+    assert "0 requests done" in str(caught.value.exceptions[0])
 
 
 async def test_admission_serves_by_age():

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 
 import numpy as np
 import pytest
 
-from kvstore.devices.base import CopyDirection, HostLayout
-from kvstore.errors import CapacityError, ConfigError, DeviceError, UnsupportedError
+from kvstore.devices.base import DEVICE_STATUS, CopyDirection, HostLayout
+from kvstore.errors import CapacityError, ConfigError, DeviceError, LogicError, UnsupportedError
 from kvstore.testing import (
     SimCompletions,
     SimDeadlock,
@@ -18,6 +17,8 @@ from kvstore.testing import (
     SimMemory,
     check_pattern,
     pattern,
+    read_page,
+    write_page,
 )
 
 PAGE = 8192
@@ -36,6 +37,7 @@ class Rig:
         self.memory = SimMemory(1 << 18)
         self.layout = HostLayout(self.memory.address, SLOT, 3, 1 << 16)
         self.done: list[int] = []
+        self.device.register_host(self.memory.address, self.memory.length)
 
     def host(self, slot: int) -> np.ndarray:
         offset = self.layout.address(slot) - self.memory.address + 4096
@@ -68,7 +70,7 @@ async def test_pages_travel_both_ways_and_across_a_slab_border():
     assert [] == rig.done
     await asyncio.sleep(1)
     assert [0] == rig.done
-    check_pattern(3, rig.pool.page(7))
+    check_pattern(3, read_page(rig.pool, 7))
     rig.memory.array[:] = 0
     rig.copy(down, [7, 5], [1, 3], D2H)
     rig.device.synchronize()
@@ -81,7 +83,7 @@ async def test_streams_order_their_own_work_and_events_order_streams():
     """A copy behind an event sees what the kernel before the event wrote."""
     rig = Rig()
     compute, down = rig.device.stream("compute"), rig.device.stream("d2h")
-    compute.launch(lambda: rig.pool.write_page(1, pattern("kernel", PAGE)), 10**9)
+    compute.launch(lambda: write_page(rig.pool, 1, pattern("kernel", PAGE)), 10**9)
     event = compute.record()
     assert not event.query()
     down.wait_event(event)
@@ -99,7 +101,7 @@ async def test_a_copy_without_the_event_reads_old_bytes():
     """The simulation can fail: without ordering the copy overtakes the kernel."""
     rig = Rig()
     compute, down = rig.device.stream("compute"), rig.device.stream("d2h")
-    compute.launch(lambda: rig.pool.write_page(1, pattern("kernel", PAGE)), 10**9)
+    compute.launch(lambda: write_page(rig.pool, 1, pattern("kernel", PAGE)), 10**9)
     rig.copy(down, [1], [0], D2H)
     await asyncio.sleep(2)
     with pytest.raises(AssertionError):
@@ -115,7 +117,7 @@ async def test_source_overwritten_during_a_copy_shows():
     await asyncio.sleep(1)
     for key in ("first", "second"):
         with pytest.raises(AssertionError):
-            check_pattern(key, rig.pool.page(0))
+            check_pattern(key, read_page(rig.pool, 0))
 
 
 async def test_gate_parks_a_stream_until_the_ticket_is_published():
@@ -138,7 +140,7 @@ async def test_gate_parks_a_stream_until_the_ticket_is_published():
     rig.gate.publish(ticket, 0)
     await asyncio.sleep(1)
     assert [0, 0] == rig.done
-    check_pattern("landed", rig.pool.page(0))
+    check_pattern("landed", read_page(rig.pool, 0))
     assert set() == rig.device.gated_streams
 
 
@@ -183,7 +185,7 @@ async def test_sticky_error_completes_every_notification():
     rig.device.notify_event(event, rig.queue, rig.queue.token(lambda s, f, v: rig.done.append(s)))
     rig.device.fail()
     await asyncio.sleep(1)
-    assert [-errno.EIO, -errno.EIO] == rig.done
+    assert [DEVICE_STATUS - 719] * 2 == rig.done
     for call in (stream.record, event.query, lambda: rig.notify(stream)):
         with pytest.raises(DeviceError) as caught:
             call()
@@ -196,7 +198,8 @@ async def test_refused_calls_fail_once_and_enqueue_nothing():
     """A passing error raises, moves nothing, and the next call works (INV-213)."""
     rig = Rig()
     stream = rig.device.stream("h2d")
-    rig.device.refuse = {"copy_pages": 1, "create_pool": 1, "register_host": 1, "wait_ticket": 1}
+    for call in ("copy_pages", "create_pool", "register_host", "wait_ticket"):
+        rig.device.inject(call, 2)
     with pytest.raises(DeviceError) as caught:
         rig.copy(stream, [0], [0], H2D)
     assert not caught.value.is_sticky
@@ -225,8 +228,9 @@ async def test_capture_refuses_copies_gates_and_notifications():
         lambda: stream.wait_ticket(ticket),
         lambda: rig.notify(stream),
     ):
-        with pytest.raises(UnsupportedError):
+        with pytest.raises(DeviceError) as caught:
             call()
+        assert not caught.value.is_sticky
     stream.end_capture()
     rig.copy(stream, [0], [0], H2D)
 
@@ -248,7 +252,7 @@ async def test_adopted_arrays_are_one_piece_each():
     rig.host(0)[:] = pattern("split", PAGE)
     rig.copy(rig.device.stream("h2d"), [3], [0], H2D)
     await asyncio.sleep(1)
-    check_pattern("split", rig.pool.page(3))
+    check_pattern("split", read_page(rig.pool, 3))
     assert np.array_equal(pattern("split", PAGE)[:6144], keys[3])
     with pytest.raises(ConfigError):
         rig.device.adopt_pool("full", [keys], 0, PAGE)
@@ -258,9 +262,37 @@ async def test_wrapped_streams_and_events():
     """None is the default stream and a passed event; the same caller's number is one stream."""
     rig = Rig()
     assert rig.device.wrap_stream(None) is rig.device.wrap_stream(None)
-    assert rig.device.wrap_stream(7) is rig.device.wrap_stream(7)
+    stream = rig.device.new_stream()
+    assert stream is rig.device.wrap_stream(stream)
+    with pytest.raises(LogicError):
+        SimDevice().wrap_stream(stream)
     assert rig.device.wrap_event(None).query()
-    with pytest.raises(TypeError):
+    with pytest.raises(LogicError):
         rig.device.wrap_event(object())
-    rig.copy(rig.device.wrap_stream(7), [], [], H2D)
+    rig.copy(stream, [], [], H2D)
     assert 0 == rig.device.copy_calls[H2D]
+
+
+async def test_unregistered_memory_and_foreign_slots_are_refused():
+    """A copy names registered memory and slots of the pool, or nothing is enqueued."""
+    rig = Rig()
+    rig.device.unregister_host(rig.memory.address)
+    with pytest.raises(LogicError, match="not registered"):
+        rig.copy(rig.device.stream("h2d"), [0], [0], H2D)
+    rig.device.register_host(rig.memory.address, rig.memory.length)
+    with pytest.raises(LogicError):
+        rig.copy(rig.device.stream("h2d"), [8], [0], H2D)
+    assert 0 == rig.device.stream("h2d").depth
+
+
+async def test_batch_that_fails_in_execution_loses_the_device():
+    """An accepted batch that fails later is sticky and reaches its notification."""
+    rig = Rig()
+    stream = rig.device.stream("h2d")
+    rig.device.inject("execute", 719)
+    rig.copy(stream, [0], [0], H2D)
+    rig.notify(stream)
+    assert 0 == rig.device.error
+    await asyncio.sleep(1)
+    assert [DEVICE_STATUS - 719] == rig.done
+    assert 719 == rig.device.error

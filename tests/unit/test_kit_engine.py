@@ -22,11 +22,12 @@ from kvstore._uring.base import (
     SubmitFlag,
 )
 from kvstore.config import HEADER_BYTES, IoClass, IoConfig
-from kvstore.errors import BusyError, StoreClosed
+from kvstore.errors import BusyError, CapacityError, StoreClosed
 from kvstore.testing import (
     FaultKind,
     FaultPlan,
     SimCompletions,
+    SimDisk,
     SimEngine,
     SimFile,
     SimGateWords,
@@ -235,7 +236,7 @@ async def test_cancel_withdraws_and_ends_after_the_piece_in_flight():
     assert rig.engine.cancel(rig.handles[0])
     assert not rig.engine.cancel(rig.handles[0])
     await asyncio.sleep(0)
-    assert [] == rig.seen[tokens[0]]
+    assert [(CANCELLED, 1)] == rig.seen[tokens[0]]
     with pytest.raises(BusyError):
         rig.engine.unregister_file(rig.file_id)
     await rig.settle()
@@ -385,6 +386,38 @@ async def test_contents_survive_in_a_shared_file_and_a_crash_tears_what_is_in_fl
             check_pattern("new", second.payload(0))
 
 
+async def test_a_disk_in_memory_outlives_its_engine():
+    """Named files keep their contents, anonymous ones end at close, locks exclude (INV-923)."""
+    disk = SimDisk(capacity_bytes=8 * SLOT)
+    lock = disk.lock("/kv")
+    with pytest.raises(BusyError):
+        disk.lock("/kv")
+    named, nameless = (
+        disk.open("/kv", "full.0.slots", 4 * SLOT, "auto"),
+        disk.open("/kv", None, 2 * SLOT, "auto"),
+    )
+    with pytest.raises(CapacityError):
+        disk.open("/kv", "more", 4 * SLOT, "auto")
+    assert 6 * SLOT == disk.used_bytes
+    rig = Rig(disk=disk)
+    rig.file_id = rig.engine.register_file(named.direct_fd, named.buffered_fd)
+    assert [OK] * 2 == await rig.round_trip([0, 1])
+    survivor = disk.copy()
+    disk.close(nameless)
+    disk.close(named)
+    disk.unlock(lock)
+    assert (0, 0, 4 * SLOT) == (disk.open_count, disk.lock_count, disk.used_bytes)
+    again = survivor.open("/kv", "full.0.slots", 4 * SLOT, "auto")
+    second = Rig(disk=survivor)
+    second.file_id = second.engine.register_file(again.direct_fd, again.buffered_fd)
+    reads = second.submit([0, 1], READ, IoClass.READ, VERIFY)
+    await second.settle()
+    assert [OK, OK] == second.statuses(reads)
+    survivor.resize(again, SLOT)
+    assert b"" == survivor.read(again, SLOT, 10)
+    assert SLOT == survivor.used_bytes
+
+
 async def test_random_traffic_keeps_every_balance(seed):
     """Random submissions, faults, promotions and cancels: one verdict each, no byte unaccounted."""
     rng = Random(seed)
@@ -420,3 +453,47 @@ async def test_random_traffic_keeps_every_balance(seed):
 
 
 SEEDS = 20
+
+
+async def test_background_above_the_cap_is_skipped_not_delayed():
+    """INV-111: the copy that exceeds the cap comes back at once, the others are written."""
+    rig = Rig(config=IoConfig(background_bytes_max=2 * SLOT))
+    assert 2 * SLOT == rig.engine.background_room_bytes()
+    tokens = rig.submit([0, 1, 2], WRITE, IoClass.BACKGROUND, SEAL)
+    assert 0 == rig.engine.background_room_bytes()
+    await rig.settle()
+    assert [OK, OK, -errno.ENOBUFS] == rig.statuses(tokens)
+    assert 2 * SLOT == rig.engine.background_room_bytes()
+    rig.balance()
+
+
+async def test_background_waits_while_reads_wait_and_gets_its_turn():
+    """Of eight dispatches with reads waiting at most one is an aged background write (INV-104)."""
+    rig = Rig(slots=64, depth=1, config=IoConfig(background_age=1e-6))
+    order: list[IoClass] = []
+    rig.engine.on_dispatch = lambda io_class, *_: order.append(io_class)
+    rig.submit(range(10), WRITE, IoClass.BACKGROUND, SEAL)
+    rig.submit(range(10, 60), READ)
+    await rig.settle()
+    last_read = len(order) - 1 - order[::-1].index(IoClass.READ)
+    during = order[1:last_read]
+    assert 5 <= during.count(IoClass.BACKGROUND) <= len(during) // 8 + 1
+
+
+async def test_same_seed_same_order():
+    """Equal calls on an equal clock dispatch in the same order at the same times (INV-135)."""
+    orders = []
+    for _ in range(2):
+        start = asyncio.get_running_loop().time()
+        rig, order = Rig(slots=32, seed=9, depth=3), []
+        rig.engine.on_dispatch = lambda c, o, f, offset, n, order=order, start=start: order.append(
+            (c, offset, n, round((asyncio.get_running_loop().time() - start) * 1e6))
+        )
+        for slot in range(0, 32, 4):
+            rig.submit([slot], WRITE, IoClass.BACKGROUND, SEAL)
+            rig.submit([slot + 1, slot + 2], READ)
+            rig.submit([slot + 3], WRITE, IoClass.REQUIRED, SEAL)
+            await asyncio.sleep(3e-4)
+        await rig.settle()
+        orders.append(order)
+    assert orders[0] == orders[1]

@@ -89,7 +89,7 @@ def test_history_truncates_and_continues():
     model = _model()
     history, twin = model.history(b"x"), model.history(b"x")
     history.extend(range(100))
-    history.truncate(35, b"x")
+    history.truncate(35)
     twin.extend(range(35))
     assert (3, twin.key(1)) == (history.block_count, history.key(1))
     assert list(range(32, 35)) == history.block(2)

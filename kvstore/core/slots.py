@@ -1,0 +1,417 @@
+"""Slots, the fences that end their uses, and the pool that hands them out.
+
+A slot is a page-sized place: (level, pool group, id, generation). The handle is move-only: each
+allocation makes a new one with a higher generation, and a handle whose slot went to somebody else
+is stale for ever (INV-304). A pool keeps its free slots as *ready* and *draining*: a draining slot
+has no owner, but uses of it have not ended yet. Each use has a fence of its own; the write and
+the readers are recorded apart (INV-305).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, final
+
+from kvstore.errors import InvariantError, LogicError, StaleSlot
+
+if TYPE_CHECKING:
+    from kvstore.core.copies import CopyQueue
+    from kvstore.core.eviction.base import EvictionPolicy
+    from kvstore.core.page import Move, Page
+
+
+class SlotState(IntEnum):
+    """What a handle stands for. ``RELEASED``: the slot is free, or belongs to a later handle."""
+
+    RELEASED = 0
+    WRITING = 1
+    VALID = 2
+    DRAINING = 3
+
+
+#: The one table of the slot's life (INV-303). A draining slot may return to its page when a
+#: demotion is recalled or fails (INV-330, INV-911).
+SLOT_TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
+    SlotState.WRITING: frozenset((SlotState.VALID, SlotState.DRAINING, SlotState.RELEASED)),
+    SlotState.VALID: frozenset((SlotState.DRAINING, SlotState.RELEASED)),
+    SlotState.DRAINING: frozenset((SlotState.RELEASED, SlotState.WRITING, SlotState.VALID)),
+    SlotState.RELEASED: frozenset(),
+}
+
+
+@final
+class Fence:
+    """The end of one use of one or more slots.
+
+    ``is_kernel`` marks work of a scheduler's step, which may write as well as read. ``event`` is
+    the opaque device event once the work is enqueued, None before; a device stream can wait for
+    it, so device copies need not wait for ``passed``.
+    """
+
+    __slots__ = ("dependents", "event", "is_kernel", "passed")
+
+    def __init__(self, *, is_kernel: bool = False) -> None:
+        self.passed = False
+        self.event: Any = None
+        self.is_kernel = is_kernel
+        self.dependents: list[Slot | Move] | None = None
+
+    def add_dependent(self, dependent: Slot | Move) -> None:
+        """Remember who has to hear of the end."""
+        if self.dependents is None:
+            self.dependents = [dependent]
+        else:
+            self.dependents.append(dependent)
+
+
+@final
+class Lane:
+    """A doubly linked list of slots, oldest first, that is its own sentinel.
+
+    A slot is in at most one lane; the links live in the slot, so a page costs no extra object.
+    """
+
+    __slots__ = ("count", "is_held", "next", "owner", "prev", "priority")
+
+    def __init__(self, owner: Any = None, *, priority: int = 0, is_held: bool = False) -> None:
+        self.next: Slot | Lane = self
+        self.prev: Slot | Lane = self
+        self.count = 0
+        self.owner = owner
+        self.priority = priority
+        self.is_held = is_held
+
+    def append(self, slot: Slot) -> None:
+        """Link a slot as the newest."""
+        last = self.prev
+        last.next = slot
+        slot.prev = last
+        slot.next = self
+        self.prev = slot
+        slot.lane = self
+        self.count += 1
+
+    def insert_before(self, slot: Slot, successor: Slot | Lane) -> None:
+        """Link a slot as the next older neighbour of ``successor``."""
+        before = successor.prev
+        assert before is not None
+        before.next = slot
+        slot.prev = before
+        slot.next = successor
+        successor.prev = slot
+        slot.lane = self
+        self.count += 1
+
+    def remove(self, slot: Slot) -> None:
+        """Unlink a slot of this lane."""
+        before, after = slot.prev, slot.next
+        before.next = after  # type: ignore[union-attr]
+        after.prev = before  # type: ignore[union-attr]
+        slot.prev = slot.next = slot.lane = None
+        self.count -= 1
+
+    def replace(self, old: Slot, new: Slot) -> None:
+        """Put a slot into the place of another one."""
+        before, after = old.prev, old.next
+        before.next = after.prev = new  # type: ignore[union-attr]
+        new.prev, new.next, new.lane, new.stamp = before, after, self, old.stamp
+        old.prev = old.next = old.lane = None
+
+    def __iter__(self) -> Iterator[Slot]:
+        """Yield the slots, oldest first; the lane must not change meanwhile."""
+        node = self.next
+        while isinstance(node, Slot):
+            yield node
+            node = node.next  # type: ignore[assignment]
+
+    def newest_first(self) -> Iterator[Slot]:
+        """Yield the slots, newest first; the lane must not change meanwhile."""
+        node = self.prev
+        while isinstance(node, Slot):
+            yield node
+            node = node.prev  # type: ignore[assignment]
+
+
+@final
+class Slot:
+    """The handle of one slot, from its allocation until it is free again.
+
+    ``page`` is the owner, or, while draining, the page whose data the slot still holds.
+    ``write`` is the move that writes it (its target fence is the end of the write); ``readers``
+    are the fences of other uses: None, one fence, or a list. ``colder`` links the slots of a page
+    from its primary down. ``lane``, ``prev``, ``next`` and ``stamp`` place the slot in the
+    eviction queue of its pool (a primary) or in the queue of copies (a copy).
+    """
+
+    __slots__ = (
+        "colder",
+        "generation",
+        "lane",
+        "level",
+        "next",
+        "page",
+        "pool",
+        "prev",
+        "readers",
+        "slot_id",
+        "stamp",
+        "state",
+        "write",
+    )
+
+    def __init__(self, pool: Pool, slot_id: int, generation: int) -> None:
+        self.pool = pool
+        self.level = pool.level
+        self.slot_id = slot_id
+        self.generation = generation
+        self.state = SlotState.VALID
+        self.page: Page | None = None
+        self.colder: Slot | None = None
+        self.write: Move | None = None
+        self.readers: Fence | list[Fence] | None = None
+        self.lane: Lane | None = None
+        self.prev: Slot | Lane | None = None
+        self.next: Slot | Lane | None = None
+        self.stamp = 0
+
+    def __repr__(self) -> str:
+        """Name the place and the state."""
+        return (
+            f"<Slot L{self.level} g{self.pool.group} #{self.slot_id}"
+            f" gen {self.generation} {self.state.name}>"
+        )
+
+    @property
+    def group(self) -> int:
+        """The pool group."""
+        return self.pool.group
+
+    @property
+    def is_pending(self) -> bool:
+        """Tell whether the bytes are still being written."""
+        return self.state is SlotState.WRITING
+
+    def verify(self) -> None:
+        """Raise StaleSlot unless this handle still stands for its slot (INV-304)."""
+        if self.pool.handles[self.slot_id] is not self:
+            raise StaleSlot(
+                f"slot {self.slot_id}, generation {self.generation}, went to a later owner",
+                level=self.level,
+                pool_group=self.pool.group,
+                slot_id=self.slot_id,
+            )
+
+    def outstanding(self) -> list[Fence]:
+        """Return the fences of all uses that have not ended, the write included."""
+        readers = self.readers
+        if readers is None:
+            fences: list[Fence] = []
+        elif isinstance(readers, list):
+            fences = [fence for fence in readers if not fence.passed]
+        else:
+            fences = [] if readers.passed else [readers]
+        if self.write is not None and not self.write.target_fence.passed:
+            fences.append(self.write.target_fence)
+        return fences
+
+    def add_reader(self, fence: Fence) -> None:
+        """Record one more use; ended ones are forgotten on the way."""
+        readers = self.readers
+        if readers is None or readers is fence:
+            self.readers = fence
+        elif isinstance(readers, list):
+            kept = [known for known in readers if not known.passed and known is not fence]
+            kept.append(fence)
+            self.readers = kept
+        elif readers.passed:
+            self.readers = fence
+        else:
+            self.readers = [readers, fence]
+
+    def set_state(self, state: SlotState) -> None:
+        """Change the state along the table. Raises: InvariantError: a transition not in it."""
+        if state not in SLOT_TRANSITIONS[self.state]:
+            raise InvariantError(f"{self!r} cannot become {state.name}")
+        self.state = state
+
+
+@final
+class Pool:
+    """The slots of one pool group on one level, its queues and its counters.
+
+    ``total`` is the size in force; after a shrink, ids from ``total`` on are never handed out and
+    those still in use wait in ``retiring`` until they have drained (INV-904). ``reserved_ids``
+    are never handed out either and are not counted in ``total``.
+    """
+
+    __slots__ = (
+        "copies",
+        "copy_failed",
+        "died",
+        "draining",
+        "dropped",
+        "evicted",
+        "generations",
+        "group",
+        "handles",
+        "kept",
+        "level",
+        "pending_sources",
+        "policy",
+        "primaries",
+        "ready",
+        "ready_count",
+        "reclaimed",
+        "refused",
+        "released_by_close",
+        "released_by_resize",
+        "retiring",
+        "reused",
+        "reused_pending",
+        "total",
+        "written_through",
+    )
+
+    def __init__(
+        self, level: int, group: int, total: int, policy: EvictionPolicy, copies: CopyQueue
+    ) -> None:
+        self.level = level
+        self.group = group
+        self.total = total
+        self.policy = policy
+        self.copies = copies
+        self.ready = list(range(total - 1, -1, -1))
+        self.ready_count = total
+        self.generations = array("Q", bytes(8 * total))
+        self.handles: list[Slot | None] = [None] * total
+        self.draining: OrderedDict[Slot, None] = OrderedDict()
+        self.retiring: dict[Slot, None] = {}
+        self.primaries = 0
+        self.pending_sources = 0  # slots here that a background write is reading (INV-605)
+        self.kept = self.written_through = self.reused = self.reused_pending = 0
+        self.reclaimed = self.died = self.copy_failed = 0
+        self.released_by_resize = self.released_by_close = 0
+        self.evicted = self.dropped = self.refused = 0
+
+    @property
+    def free_count(self) -> int:
+        """Ready and draining slots: what a required move may take (INV-406)."""
+        return self.ready_count + len(self.draining)
+
+    def allocate_ready(self) -> Slot:
+        """Take a ready slot. Raises: LogicError: none is ready."""
+        ready, handles, total = self.ready, self.handles, self.total
+        while ready:
+            slot_id = ready.pop()
+            if slot_id < total and handles[slot_id] is None:
+                self.ready_count -= 1
+                return self._new_handle(slot_id)
+        raise LogicError(f"no ready slot on level {self.level}, pool group {self.group}")
+
+    def allocate(self) -> tuple[Slot, Slot | None]:
+        """Take a ready slot, else the one that drains the longest (INV-306).
+
+        Returns: the new handle, and the draining one it takes over. The new handle inherits the
+        outstanding fences; nothing may be written before they have passed (INV-522).
+        """
+        if self.ready_count:
+            return self.allocate_ready(), None
+        if not self.draining:
+            raise LogicError(f"no free slot on level {self.level}, pool group {self.group}")
+        old, _ = self.draining.popitem(last=False)
+        fences = old.outstanding()
+        self._end_handle(old)
+        slot = self._new_handle(old.slot_id)
+        slot.readers = fences[0] if len(fences) == 1 else fences or None
+        return slot, old
+
+    def adopt(self, slot_id: int, generation: int) -> Slot | None:
+        """Take a given ready slot, for recovery; None if it is out of range or in use."""
+        if not 0 <= slot_id < self.total or self.handles[slot_id] is not None:
+            return None
+        self.ready_count -= 1  # its entry in the ready list is skipped when it comes up
+        self.generations[slot_id] = max(self.generations[slot_id], generation - 1)
+        return self._new_handle(slot_id)
+
+    def release(self, slot: Slot) -> None:
+        """Give a slot up: ready at once, or draining until its last use has ended (INV-522)."""
+        slot.verify()
+        fences = slot.outstanding()
+        if not fences:
+            self._free(slot)
+            return
+        slot.set_state(SlotState.DRAINING)
+        slot.readers = fences
+        for fence in fences:
+            fence.add_dependent(slot)
+        if slot.slot_id < self.total:
+            self.draining[slot] = None
+        else:
+            self.retiring[slot] = None
+
+    def take_back(self, slot: Slot) -> None:
+        """Return a draining slot to the page whose data it still holds (INV-330, INV-911)."""
+        del self.draining[slot]
+        is_written = slot.write is not None
+        slot.set_state(SlotState.WRITING if is_written else SlotState.VALID)
+
+    def fence_passed(self, slot: Slot, fence: Fence) -> None:
+        """Hear that one use of a draining slot has ended."""
+        readers = slot.readers
+        if slot.state is not SlotState.DRAINING or not isinstance(readers, list):
+            return
+        if fence in readers:
+            readers.remove(fence)
+        if not readers:
+            (self.draining if slot in self.draining else self.retiring).pop(slot)
+            self._free(slot)
+
+    def grow(self, total: int) -> None:
+        """Add slots at the end; they are ready at once (INV-906)."""
+        old_total, self.total = self.total, total
+        missing = total - len(self.handles)
+        if missing > 0:
+            self.handles.extend([None] * missing)
+            self.generations.frombytes(bytes(8 * missing))
+        for slot in [slot for slot in self.retiring if slot.slot_id < total]:
+            del self.retiring[slot]
+            self.draining[slot] = None
+        fresh = range(total - 1, old_total - 1, -1)
+        added = [slot_id for slot_id in fresh if self.handles[slot_id] is None]
+        self.ready[:0] = added
+        self.ready_count += len(added)
+
+    def begin_shrink(self, total: int) -> None:
+        """Hand out no slot from the new end on; those in use retire when they drain (INV-904)."""
+        self.total = total
+        for slot in [slot for slot in self.draining if slot.slot_id >= total]:
+            del self.draining[slot]
+            self.retiring[slot] = None
+        free = dict.fromkeys(
+            slot_id
+            for slot_id in self.ready
+            if slot_id < total and self.handles[slot_id] is None
+        )
+        self.ready = list(free)
+        self.ready_count = len(free)
+
+    def _new_handle(self, slot_id: int) -> Slot:
+        generation = self.generations[slot_id] + 1
+        self.generations[slot_id] = generation
+        slot = Slot(self, slot_id, generation)
+        self.handles[slot_id] = slot
+        return slot
+
+    def _end_handle(self, slot: Slot) -> None:
+        slot.set_state(SlotState.RELEASED)
+        slot.page = slot.readers = None
+        self.handles[slot.slot_id] = None
+
+    def _free(self, slot: Slot) -> None:
+        self._end_handle(slot)
+        if slot.slot_id < self.total:
+            self.ready.append(slot.slot_id)
+            self.ready_count += 1

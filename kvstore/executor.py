@@ -1,0 +1,920 @@
+"""Runs the moves of applied plans: takes what the tables want, moves bytes, reports verdicts.
+
+A move is one page's way from a source slot to a target slot. Some ways are direct (a copy between
+host and device, a disk transfer from or into a host slot), the others go through a *landing* slot:
+a staging slot, or a bounce slot when the planner asked for one to break a cycle (INV-407). The
+executor decides nothing about policy: the tables say which moves may start (INV-418), which to
+promote and which to withdraw, and each end is reported back page by page (INV-419).
+
+Work is batched per loop turn: one engine call for all disk transfers, one device call per
+(direction, pool). Memory and slots belong to the move until its last completion (INV-120): a
+waiter that goes away only detaches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from kvstore._uring.base import (
+    CANCELLED,
+    DEADLINE,
+    END_OF_FILE,
+    MISMATCH,
+    OK,
+    CompletionFlag,
+    Completions,
+    Opcode,
+)
+from kvstore.config import IoClass, Tier
+from kvstore.core.page import Move, MoveState, Page
+from kvstore.core.tables import Tables
+from kvstore.devices.base import CopyDirection, Stream
+from kvstore.errors import DeviceError, KVStoreError, StoreClosed
+from kvstore.gate import GateTicket
+from kvstore.tiers import disk as disk_tier
+from kvstore.tiers import disk_format
+from kvstore.tiers.device import CopyBatch, DeviceTier
+from kvstore.tiers.disk import DiskTier, Transfer
+from kvstore.tiers.host import HostPool, HostTier, SlotLoans
+
+logger = logging.getLogger(__name__)
+
+#: Status of a page whose move ended for somebody else's reason; the waiter plans again.
+RETRY = -10_100
+#: Status of a move that the device refused.
+DEVICE_FAILED = -10_101
+
+VERDICT = int(CompletionFlag.VERDICT)
+END = int(CompletionFlag.END)
+
+
+@final
+class Flight:
+    """One waiter for pages on their way to a level: a future of its own (INV-326, INV-336).
+
+    ``arrived`` and ``failed`` say how each page ended. ``on_page`` is called in the loop turn in
+    which a page arrives, so that a restored page is locked before anything else happens.
+    """
+
+    __slots__ = (
+        "_loop",
+        "_on_done",
+        "_on_page",
+        "failed",
+        "is_cancelled",
+        "level",
+        "open_count",
+        "remaining",
+        "timer",
+    )
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, level: int, on_page: Callable[[Page], None]
+    ) -> None:
+        self._loop = loop
+        self._on_page = on_page
+        self._on_done: list[tuple[int | None, Callable[[], None]]] = []
+        self.level = level
+        self.remaining: dict[Page, None] = {}
+        self.open_count: dict[int, int] = {}  # by pool group
+        self.failed: dict[Page, int] = {}
+        self.is_cancelled = False
+        self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is awaited any more."""
+        return not self.remaining
+
+    def is_group_done(self, group: int | None) -> bool:
+        """Whether nothing of a pool group (None: of any) is awaited any more."""
+        return not self.remaining if group is None else not self.open_count.get(group)
+
+    def add(self, page: Page) -> None:
+        """Await one more page."""
+        self.remaining[page] = None
+        self.open_count[page.group] = self.open_count.get(page.group, 0) + 1
+
+    def arrive(self, page: Page) -> None:
+        """Note that a page is where the waiter wants it."""
+        self._remove(page)
+        self._on_page(page)
+        self._check_done(page.group)
+
+    def fail(self, page: Page, status: int) -> None:
+        """Note that a page will not come."""
+        self._remove(page)
+        self.failed[page] = status
+        self._check_done(page.group)
+
+    def _remove(self, page: Page) -> None:
+        del self.remaining[page]
+        self.open_count[page.group] -= 1
+
+    def when_done(self, callback: Callable[[], None], group: int | None = None) -> None:
+        """Call ``callback`` when the last page (of a group) has ended, at once if it has."""
+        if self.is_group_done(group):
+            callback()
+        else:
+            self._on_done.append((group, callback))
+
+    def abandon(self) -> None:
+        """Await nothing any more; whoever waits for the flight goes on and sees ``is_cancelled``."""
+        self.remaining, self.open_count = {}, {}
+        callbacks, self._on_done = self._on_done, []
+        for _, callback in callbacks:
+            callback()
+
+    async def wait(self, group: int | None = None) -> None:
+        """Wait for the last page (of a group). Cancellation: ends this wait only."""
+        if self.is_group_done(group):
+            return
+        future = self._loop.create_future()
+        self.when_done(lambda: _resolve(future), group)
+        await future
+
+    def _check_done(self, group: int) -> None:
+        if self.open_count[group]:
+            return
+        if not self.remaining and self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        callbacks = self._on_done
+        self._on_done = [entry for entry in callbacks if not self.is_group_done(entry[0])]
+        for waited, callback in callbacks:
+            if self.is_group_done(waited):
+                callback()
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+@final
+class _Job:
+    """A move in the executor's hands, from its start to its last completion.
+
+    ``landing`` is a slot of ``loans`` that belongs to the job. ``status`` is the verdict of its
+    disk transfer so far; ``is_gated`` moves were enqueued behind a ticket.
+    """
+
+    __slots__ = (
+        "copies_open",
+        "is_cancelled",
+        "is_ended",
+        "is_gated",
+        "is_told",
+        "landing",
+        "loans",
+        "move",
+        "started",
+        "status",
+        "transfer",
+    )
+
+    def __init__(self, move: Move) -> None:
+        self.move = move
+        self.loans: SlotLoans | None = None
+        self.landing = -1
+        self.transfer: Transfer | None = None
+        self.status = OK
+        self.is_cancelled = False
+        self.is_gated = False
+        self.is_told = False
+        self.is_ended = False  # no piece of its disk transfer is in flight
+        self.copies_open = 0
+        self.started = 0.0
+
+    def give_back(self) -> None:
+        """Return the landing slot."""
+        if self.loans is not None and self.landing >= 0:
+            loans, landing = self.loans, self.landing
+            self.landing = -1
+            loans.give(landing)
+
+
+@final
+class _Rate:
+    """Bytes per second of a path while it is busy, smoothed over the last batches."""
+
+    __slots__ = ("_busy_since", "_open", "bytes_per_s")
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._open = 0
+        self._busy_since = 0.0
+
+    def start(self, now: float) -> None:
+        """Note that one more page is on its way."""
+        if not self._open:
+            self._busy_since = now
+        self._open += 1
+
+    def end(self, now: float, byte_count: int) -> None:
+        """Note that a page has arrived: its share of the busy time is its cost."""
+        elapsed = now - self._busy_since
+        self._busy_since = now
+        self._open = max(0, self._open - 1)
+        if elapsed > 0 and byte_count:
+            self.bytes_per_s += 0.1 * (byte_count / elapsed - self.bytes_per_s)
+
+
+@final
+class Executor:
+    """Executes moves. All calls come from the loop's thread; nothing here waits or raises for a
+    failed page.
+    """
+
+    def __init__(
+        self,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        tables: Tables,
+        tiers: Sequence[Tier],
+        queue: Completions,
+        device: DeviceTier,
+        host: HostTier | None,
+        disk: DiskTier | None,
+        staging: Sequence[SlotLoans],
+        bounce: Sequence[SlotLoans],
+        on_failure: Callable[[BaseException], None],
+        after_turn: Callable[[], None],
+        offload: Callable[[Callable[..., Any], tuple[Any, ...], Callable[[int], None]], None],
+    ) -> None:
+        self._loop = loop
+        self._tables = tables
+        self._tiers = tuple(tiers)
+        self._queue = queue
+        self._device = device
+        self._host = host
+        self._disk = disk
+        self._staging = staging
+        self._bounce = bounce
+        self._on_failure = on_failure
+        self._after_turn = after_turn
+        self._offload = offload
+        self.jobs: dict[Move, _Job] = {}
+        self._waiters: dict[Page, list[Flight]] = {}
+        self._transfers: list[tuple[_Job, Transfer]] = []
+        self._copies: dict[CopyDirection, dict[tuple[int, int], tuple[HostPool, list[_Job]]]] = {
+            CopyDirection.TO_HOST: {},
+            CopyDirection.TO_DEVICE: {},
+        }
+        self._copy_slots: dict[_Job, tuple[int, int]] = {}
+        self._is_flush_scheduled = False
+        self.on_idle: list[Callable[[], None]] = []
+        self.on_event: Callable[[Any], None] | None = None
+        self.on_shrunk: Callable[[list[tuple[int, int]]], None] = lambda _: None
+        self.room_grew = False
+        self.moved_bytes: dict[str, int] = {}
+        self.page_bytes: list[int] = [pool.page_bytes for pool in device.pools]
+        self.rates = {Tier.DISK: _Rate(1e9), Tier.HOST: _Rate(8e9)}
+        self.written_since_sync = 0
+        self.write_failures_in_a_row = 0
+        self.read_failures_in_a_row = 0
+        self.last_write_error = ""
+
+    # What the tables want.
+
+    def settle(self) -> None:
+        """Take the outbox and act on it; the bytes leave at the end of this loop turn."""
+        while self._tables.outbox:
+            outbox = self._tables.take_outbox()
+            for move in outbox.start:
+                self._start(move)
+            for move in outbox.promote:
+                self._promote(move)
+            for move in outbox.cancel:
+                self._withdraw(move)
+            for move in outbox.resolved:
+                self.review(move.page)
+            for page in outbox.lost:
+                self.review(page)
+            if self.on_event is not None:
+                for event in outbox.events:
+                    self.on_event(event)
+            if outbox.shrunk:
+                self.on_shrunk(outbox.shrunk)
+        self._schedule_flush()
+
+    def _schedule_flush(self) -> None:
+        if not self._is_flush_scheduled and self._has_work:
+            self._is_flush_scheduled = True
+            self._loop.call_soon(self._flush_turn)
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._transfers) or any(self._copies.values())
+
+    def _flush_turn(self) -> None:
+        self._is_flush_scheduled = False
+        self._guarded(self.flush)
+
+    def _guarded(self, step: Callable[..., None], *args: Any) -> None:
+        """Run what a completion asks for; a bug of ours stops the store, not the loop (INV-917)."""
+        try:
+            step(*args)
+            self._settle_after()
+        except Exception as error:
+            logger.exception("the executor failed")
+            self._on_failure(error)
+
+    def _settle_after(self) -> None:
+        self.settle()
+        self._after_turn()
+
+    def flush(self) -> None:
+        """Hand over everything collected: device copies out first, because they free slots for the
+        copies in; then one engine call.
+        """
+        while any(self._copies.values()):
+            self._flush_copies(CopyDirection.TO_HOST, self._device.d2h)
+            self._flush_copies(CopyDirection.TO_DEVICE, self._device.h2d)
+        self._flush_transfers()
+
+    def _start(self, move: Move) -> None:
+        job = self.jobs.get(move)
+        if job is not None:  # second start of a bounced move: from the bounce slot to the target
+            assert move.via_bounce
+            assert move.state is MoveState.STARTED
+            self._push(job)
+            return
+        job = self.jobs[move] = _Job(move)
+        job.started = self._loop.time()
+        source, target = self._tiers[move.source.level], self._tiers[move.target.level]
+        if move.via_bounce:
+            self._land(job, self._bounce[move.page.group])
+        elif (source, target) in _STAGED:
+            self._land(job, self._staging[move.page.group])
+        elif Tier.DEVICE in {source, target}:
+            self._copy_direct(job, source)
+        elif source is Tier.DISK:
+            self._read(job, self._host_pool(move.target.group).address(move.target.slot_id))
+        elif target is Tier.DISK:
+            self._write(job, self._host_pool(move.source.group).address(move.source.slot_id))
+        else:
+            pool = self._host_pool(move.source.group)
+            self._copy_host(job, pool, move.source.slot_id, pool, move.target.slot_id)
+
+    def _host_pool(self, group: int) -> HostPool:
+        assert self._host is not None
+        return self._host.pools[group]
+
+    # By way of a landing slot: first stage (pull) and second stage (push).
+
+    def _land(self, job: _Job, loans: SlotLoans) -> None:
+        job.loans = loans
+
+        def taken(slot_id: int) -> None:
+            if job.is_cancelled:
+                loans.give(slot_id)
+                return
+            job.landing = slot_id
+            self._pull(job)
+            self._schedule_flush()
+
+        loans.take(taken)
+
+    def _pull(self, job: _Job) -> None:
+        """Bring the bytes from the source into the landing slot."""
+        move = job.move
+        assert job.loans is not None
+        source = self._tiers[move.source.level]
+        if source is Tier.DISK:
+            self._read(job, job.loans.pool.address(job.landing))
+        elif source is Tier.DEVICE:
+            self._add_copy(
+                job, CopyDirection.TO_HOST, job.loans.pool, move.source.slot_id, job.landing
+            )
+        else:
+            pool = self._host_pool(move.source.group)
+            self._copy_host(job, pool, move.source.slot_id, job.loans.pool, job.landing)
+
+    def _pulled(self, job: _Job) -> None:
+        """The bytes are in the landing slot and good: the source may drain (INV-329)."""
+        self._tables.move_source_released(job.move)
+        if not job.move.via_bounce and not job.is_gated:
+            self._push(job)
+
+    def _push(self, job: _Job) -> None:
+        """Bring the bytes from the landing slot to the target."""
+        move = job.move
+        assert job.loans is not None
+        target = self._tiers[move.target.level]
+        if target is Tier.DEVICE:
+            self._add_copy(
+                job, CopyDirection.TO_DEVICE, job.loans.pool, move.target.slot_id, job.landing
+            )
+        elif target is Tier.DISK:
+            self._write(job, job.loans.pool.address(job.landing))
+        else:
+            pool = self._host_pool(move.target.group)
+            self._copy_host(job, job.loans.pool, job.landing, pool, move.target.slot_id)
+
+    def _is_pulling(self, job: _Job) -> bool:
+        """Whether the bytes are still on their way into the landing slot."""
+        return job.loans is not None and not job.move.is_source_released
+
+    # Copies between host and device.
+
+    def _copy_direct(self, job: _Job, source: Tier) -> None:
+        move = job.move
+        pool = self._host_pool(move.page.group)
+        if source is Tier.DEVICE:
+            self._add_copy(
+                job, CopyDirection.TO_HOST, pool, move.source.slot_id, move.target.slot_id
+            )
+        else:
+            self._add_copy(
+                job, CopyDirection.TO_DEVICE, pool, move.target.slot_id, move.source.slot_id
+            )
+
+    def _add_copy(
+        self, job: _Job, direction: CopyDirection, pool: HostPool, device_slot: int, host_slot: int
+    ) -> None:
+        key = (job.move.page.group, id(pool))
+        self._copies[direction].setdefault(key, (pool, []))[1].append(job)
+        self._copy_slots[job] = (device_slot, host_slot)
+
+    def _flush_copies(self, direction: CopyDirection, stream: Stream) -> None:
+        batches, self._copies[direction] = self._copies[direction], {}
+        for (group, _), (pool, jobs) in batches.items():
+            if jobs:
+                self._enqueue_copies(direction, stream, group, pool, jobs)
+        if batches:
+            self.settle_now()
+
+    def settle_now(self) -> None:
+        """Act on the outbox without scheduling another flush: a flush is running."""
+        scheduled, self._is_flush_scheduled = self._is_flush_scheduled, True
+        try:
+            self.settle()
+        finally:
+            self._is_flush_scheduled = scheduled
+
+    def _enqueue_copies(
+        self,
+        direction: CopyDirection,
+        stream: Stream,
+        group: int,
+        pool: HostPool,
+        jobs: list[_Job],
+    ) -> Any:
+        """Enqueue one batch behind the fences of its slots; returns the event behind it."""
+        slots = [self._copy_slots.pop(job) for job in jobs]
+        batch = CopyBatch(
+            group=group,
+            host=pool,
+            direction=direction,
+            device_slots=[device_slot for device_slot, _ in slots],
+            host_slots=[host_slot for _, host_slot in slots],
+        )
+        try:
+            self._wait_fences(stream, jobs)
+            self._device.copy(stream, batch)
+            event = stream.record()
+            for job in jobs:
+                job.copies_open += 1
+            self._device.notify(
+                stream, lambda status, *_: self._guarded(self._copied, jobs, status)
+            )
+        except KVStoreError as error:
+            self._copy_refused(jobs, error)
+            return None
+        name = direction.value
+        self.moved_bytes[name] = self.moved_bytes.get(name, 0) + self.page_bytes[group] * len(jobs)
+        for job in jobs:
+            move = job.move
+            if direction is CopyDirection.TO_DEVICE:
+                self._tables.fence_enqueued(move.target_fence, event)
+            if not move.is_source_released and (
+                direction is CopyDirection.TO_HOST or job.loans is None
+            ):
+                self._tables.fence_enqueued(move.source_fence, event)
+        return event
+
+    def _wait_fences(self, stream: Stream, jobs: Iterable[_Job]) -> None:
+        """Order a batch behind the last users of its slots: kernels, copies out, copies in."""
+        seen: set[int] = set()
+        for job in jobs:
+            for fence in job.move.waits:
+                if not fence.passed and fence.event is not None and id(fence.event) not in seen:
+                    seen.add(id(fence.event))
+                    stream.wait_event(fence.event)
+
+    def _copy_refused(self, jobs: list[_Job], error: KVStoreError) -> None:
+        """The device refused a batch: its pages fail, and the store too if the device is lost."""
+        logger.warning("device copy of %d pages refused: %s", len(jobs), error)
+        for job in jobs:
+            job.copies_open = 0
+            self._end(job, DEVICE_FAILED)
+        if getattr(error, "is_sticky", False):
+            self._on_failure(error)
+
+    def _copied(self, jobs: list[_Job], status: int) -> None:
+        """A batch of device copies has completed."""
+        for job in jobs:
+            job.copies_open -= 1
+            if job.is_gated:
+                job.status = job.status or status
+                self._end_gated(job)
+            elif status != OK:
+                self._end(job, status)
+            elif self._is_pulling(job):
+                self._pulled(job)
+            else:
+                self._end(job, OK)
+        if status != OK:
+            self._on_failure(DeviceError(f"a device copy failed: {status}", code=status))
+
+    # Copies inside host memory: relocation and the bounce buffer.
+
+    def _copy_host(
+        self, job: _Job, source: HostPool, source_id: int, target: HostPool, target_id: int
+    ) -> None:
+        """Copy one page between host slots, off the loop."""
+        from_view, to_view = source.payload(source_id), target.payload(target_id)
+
+        def copied(status: int) -> None:
+            if self._is_pulling(job) and status == OK:
+                self._pulled(job)
+            else:
+                self._end(job, status)
+
+        self._offload(np.copyto, (to_view, from_view), lambda status: self._guarded(copied, status))
+
+    # Disk transfers.
+
+    def _read(self, job: _Job, address: int) -> None:
+        move = job.move
+        self._add_transfer(job, move.source.slot_id, move.source.generation, address, Opcode.READ)
+        self.rates[Tier.DISK].start(self._loop.time())
+
+    def _write(self, job: _Job, address: int) -> None:
+        move = job.move
+        self._add_transfer(job, move.target.slot_id, move.target.generation, address, Opcode.WRITE)
+
+    def _add_transfer(
+        self, job: _Job, slot_id: int, generation: int, address: int, opcode: Opcode
+    ) -> None:
+        page = job.move.page
+        transfer = job.transfer = Transfer(
+            group=page.group,
+            slot_id=slot_id,
+            generation=generation,
+            address=address,
+            opcode=opcode,
+            io_class=IoClass.READ if opcode is Opcode.READ else job.move.io_class,
+            key=page.key or disk_format.NO_KEY,
+            parent_key=page.parent_key or disk_format.NO_KEY,
+            block_index=max(0, page.block_index),
+            callback=lambda status, flags, _: self._guarded(
+                self._transferred, job, transfer, status, flags
+            ),
+            # The waiters of a read have deadlines of their own, and the latest wins (INV-336).
+            deadline_ns=disk_tier.NO_DEADLINE if opcode is Opcode.READ else 0,
+        )
+        self._transfers.append((job, transfer))
+
+    def _flush_transfers(self) -> None:
+        batch, self._transfers = self._transfers, []
+        if not batch:
+            return
+        assert self._disk is not None
+        try:
+            self._disk.submit(self._queue, [transfer for _, transfer in batch])
+        except (KVStoreError, OSError) as error:
+            logger.warning("%d disk transfers refused: %s", len(batch), error)
+            for job, _ in batch:
+                job.status = job.status or (CANCELLED if isinstance(error, StoreClosed) else -5)
+                self._transfer_ended(job)
+            self.settle()
+
+    def _transferred(self, job: _Job, transfer: Transfer, status: int, flags: int) -> None:
+        """A disk transfer has a verdict, has ended, or both (INV-118, INV-119)."""
+        if flags & VERDICT:
+            job.status = status
+            if not flags & END and status != OK:
+                self._tell_waiters(job, status)
+        if flags & END:
+            self._count_transfer(job, transfer)
+            self._transfer_ended(job)
+
+    def _count_transfer(self, job: _Job, transfer: Transfer) -> None:
+        byte_count = self.page_bytes[transfer.group] if job.status == OK else 0
+        self._note_health(job.status, transfer)
+        if transfer.opcode is Opcode.READ:
+            self.rates[Tier.DISK].end(self._loop.time(), byte_count)
+            name = "disk2h"
+        else:
+            name = f"h2disk:{transfer.io_class.name.lower()}"
+            self.written_since_sync += byte_count > 0
+        self.moved_bytes[name] = self.moved_bytes.get(name, 0) + byte_count
+
+    def _note_health(self, status: int, transfer: Transfer) -> None:
+        """Count failures in a row: a disk that refuses everything must show (C31)."""
+        if status == CANCELLED:
+            return
+        if transfer.opcode is Opcode.READ:
+            self.read_failures_in_a_row = self.read_failures_in_a_row + 1 if status else 0
+        elif status:
+            self.write_failures_in_a_row += 1
+            self.last_write_error = status_text(status)
+        else:
+            self.write_failures_in_a_row = 0
+        if status:
+            logger.warning(
+                "disk %s of slot %d, pool group %d failed: %s",
+                transfer.opcode.name.lower(),
+                transfer.slot_id,
+                transfer.group,
+                status_text(status),
+            )
+
+    def _transfer_ended(self, job: _Job) -> None:
+        job.transfer = None
+        job.is_ended = True
+        if job.is_gated:
+            if job.status == OK:
+                self._pulled(job)
+            self._end_gated(job)
+        elif job.status == OK and self._is_pulling(job):
+            self._pulled(job)
+        else:
+            self._end(job, job.status)
+
+    # The end of a move.
+
+    def _end(self, job: _Job, status: int) -> None:
+        """Report the end of a move, whichever it is, and tell those who wait for its page."""
+        move = job.move
+        if self.jobs.pop(move, None) is None:
+            return
+        job.is_ended = True
+        if status == OK:
+            self._tables.move_done(move)
+        elif status == CANCELLED and job.is_cancelled:
+            self._tables.move_cancelled(move)
+        else:
+            self._tables.move_failed(move, status)
+        job.give_back()
+        self.room_grew = True
+        self.review(move.page, status)
+        if not self.jobs:
+            callbacks, self.on_idle = self.on_idle, []
+            for callback in callbacks:
+                callback()
+
+    def review(self, page: Page, status: int = OK) -> None:
+        """Tell the waiters of a page, unless bytes of it are still on their way up.
+
+        A page that is not where a waiter wants it, for whatever reason, ends that wait: with the
+        verdict if there is a bad one, else with RETRY, and then the waiter plans again.
+        """
+        flights = self._waiters.get(page)
+        if not flights or page.move is not None:
+            return
+        del self._waiters[page]
+        for flight in flights:
+            if page.is_ready and page.level <= flight.level:
+                flight.arrive(page)
+            else:
+                flight.fail(page, status or RETRY)
+
+    def _tell_waiters(self, job: _Job, status: int) -> None:
+        """Tell the waiters the verdict at once; the slot stays with the move until its end."""
+        for flight in self._waiters.pop(job.move.page, ()):
+            flight.fail(job.move.page, status)
+
+    def _promote(self, move: Move) -> None:
+        """Raise a background write to required (INV-109)."""
+        job = self.jobs.get(move)
+        if job is None or job.transfer is None:
+            return
+        job.transfer.io_class = IoClass.REQUIRED
+        if job.transfer.is_submitted and self._disk is not None:
+            self._disk.promote(job.transfer)
+
+    def _withdraw(self, move: Move) -> None:
+        """Cancel a move: at once if nothing is in flight, else at its last piece (INV-118)."""
+        job = self.jobs.get(move)
+        if job is None:
+            return
+        job.is_cancelled = True
+        transfer = job.transfer
+        if transfer is not None and transfer.is_submitted:
+            assert self._disk is not None
+            self._disk.cancel(transfer)
+        elif transfer is not None:
+            self._transfers = [entry for entry in self._transfers if entry[0] is not job]
+            job.transfer = None
+            self._end(job, CANCELLED)
+        elif job.loans is not None and job.landing < 0:
+            self._end(job, CANCELLED)
+        # Otherwise a copy is running: it cannot be recalled, and its end is a good one.
+
+    # Waiters.
+
+    def attach(self, flight: Flight, pages: Iterable[Page]) -> None:
+        """Let a flight wait for pages that are on their way."""
+        for page in pages:
+            flight.add(page)
+            self._waiters.setdefault(page, []).append(flight)
+
+    def detach(self, flight: Flight) -> None:
+        """End a wait; the move of a page that nobody waits for any more is cancelled (INV-327)."""
+        flight.is_cancelled = True
+        if flight.timer is not None:
+            flight.timer.cancel()
+            flight.timer = None
+        self._detach_pages(flight)
+        flight.abandon()
+        self.settle()
+
+    def expire(self, flight: Flight) -> None:
+        """The deadline of a waiter has passed: it is told at once (INV-119)."""
+        flight.timer = None
+        self._detach_pages(flight)
+        for page in list(flight.remaining):
+            flight.fail(page, DEADLINE)
+        self.settle()
+
+    def _detach_pages(self, flight: Flight) -> None:
+        for page in flight.remaining:
+            flights = self._waiters.get(page)
+            if not flights or flight not in flights:
+                continue
+            flights.remove(flight)
+            if not flights:
+                del self._waiters[page]
+                self._tables.abandon([page])
+
+    def abandon_waiters(self) -> None:
+        """End every wait: the store has failed."""
+        flights = {id(flight): flight for line in self._waiters.values() for flight in line}
+        self._waiters.clear()
+        for flight in flights.values():
+            flight.is_cancelled = True
+            if flight.timer is not None:
+                flight.timer.cancel()
+                flight.timer = None
+            flight.abandon()
+
+    def cancel_all(self) -> None:
+        """Withdraw every transfer that is open; the store is closing (INV-908)."""
+        self.abandon_waiters()
+        for move in list(self.jobs):
+            self._withdraw(move)
+        self.settle()
+        self.flush()
+
+    # The gate.
+
+    def start_gated(
+        self,
+        moves: Sequence[Move],
+        stream: Stream,
+        reserve: Callable[[Sequence[int]], list[GateTicket] | None],
+        deadline_ns: int,
+    ) -> Gated | None:
+        """Enqueue freshly planned restores behind tickets, one per pool group (INV-202).
+
+        The disk reads are submitted before the device waits are enqueued, because a launch behind a
+        closed gate may block the loop, and nothing behind a closed gate may need the loop.
+        Returns: None if something is not ready (`GateBusy`); the moves then go on in await mode.
+        """
+        self._flush_copies(CopyDirection.TO_HOST, self._device.d2h)
+        by_group: dict[int, tuple[list[_Job], list[_Job]]] = {}
+        for move in moves:
+            job = self.jobs.get(move)
+            if job is None or not self._is_gateable(job):
+                return None
+            reads, recalls = by_group.setdefault(move.page.group, ([], []))
+            (reads if job.transfer is not None else recalls).append(job)
+        groups = sorted(group for group, (reads, _) in by_group.items() if reads)
+        tickets = reserve([len(by_group[group][0]) for group in groups]) if groups else []
+        if tickets is None:
+            return None
+        gated = Gated(dict(zip(groups, tickets, strict=True)))
+        self._submit_gated(by_group, gated, deadline_ns)
+        for group, (reads, recalls) in sorted(by_group.items()):
+            self._enqueue_gated(stream, group, reads, recalls, gated)
+        self._schedule_flush()
+        return gated
+
+    def _is_gateable(self, job: _Job) -> bool:
+        """Whether everything the job needs is there: its landing slot, or its host slot."""
+        move = job.move
+        if move.via_bounce or self._tiers[move.target.level] is not Tier.DEVICE:
+            return False
+        if self._tiers[move.source.level] is Tier.DISK:
+            transfer = job.transfer
+            return job.landing >= 0 and transfer is not None and not transfer.is_submitted
+        return job in self._copy_slots
+
+    def _submit_gated(
+        self,
+        by_group: dict[int, tuple[list[_Job], list[_Job]]],
+        gated: Gated,
+        deadline_ns: int,
+    ) -> None:
+        batch: list[Transfer] = []
+        for group, (reads, _) in by_group.items():
+            for job in reads:
+                assert job.transfer is not None
+                job.is_gated = True
+                job.transfer.ticket = gated.tickets[group].ticket
+                job.transfer.deadline_ns = deadline_ns
+                batch.append(job.transfer)
+        if not batch:
+            return
+        assert self._disk is not None
+        chosen = {id(transfer) for transfer in batch}
+        self._transfers = [entry for entry in self._transfers if id(entry[1]) not in chosen]
+        try:
+            self._disk.submit(self._queue, batch)
+        except (KVStoreError, OSError):
+            # INV-215: published as failed before anything else happens.
+            for ticket in gated.tickets.values():
+                ticket.publish(CANCELLED)
+            for reads, _ in by_group.values():
+                for job in reads:
+                    job.status = CANCELLED
+                    job.is_ended = True
+                    job.transfer = None
+
+    def _enqueue_gated(
+        self, stream: Stream, group: int, reads: list[_Job], recalls: list[_Job], gated: Gated
+    ) -> None:
+        """Enqueue one group's copies; if the wait is refused its pages go on in await mode."""
+        if recalls:
+            pool = self._host_pool(group)
+            waiting = self._copies[CopyDirection.TO_DEVICE][group, id(pool)][1]
+            waiting[:] = [job for job in waiting if job not in recalls]
+            gated.events[group] = self._enqueue_copies(
+                CopyDirection.TO_DEVICE, stream, group, pool, recalls
+            )
+        if not reads:
+            return
+        try:
+            gated.tickets[group].enqueue_wait()
+        except KVStoreError as error:
+            logger.info("gate wait refused, group %d goes on in await mode: %s", group, error)
+            gated.is_partial = True
+            for job in reads:
+                job.is_gated = False
+                if job.is_ended:  # the submission was refused already
+                    self._end(job, job.status)
+            return
+        assert reads[0].loans is not None
+        pool = reads[0].loans.pool
+        for job in reads:
+            self._copy_slots[job] = (job.move.target.slot_id, job.landing)
+        gated.events[group] = self._enqueue_copies(
+            CopyDirection.TO_DEVICE, stream, group, pool, reads
+        )
+
+    def _end_gated(self, job: _Job) -> None:
+        """A gated move ends when its copy has passed and its transfer has ended."""
+        if job.copies_open or not job.is_ended:
+            return
+        self._end(job, job.status)
+
+
+@final
+class Gated:
+    """What a gated start enqueued: a ticket and the event behind the copies, per pool group."""
+
+    __slots__ = ("events", "is_partial", "tickets")
+
+    def __init__(self, tickets: dict[int, GateTicket]) -> None:
+        self.tickets = tickets
+        self.events: dict[int, Any] = {}
+        self.is_partial = False
+
+
+def status_text(status: int) -> str:
+    """Say what a status means: the name of the errno, or one of ours."""
+    names = {
+        MISMATCH: "checksum or header mismatch",
+        END_OF_FILE: "unexpected end of file",
+        RETRY: "superseded",
+        DEVICE_FAILED: "device copy refused",
+    }
+    return names.get(status) or f"{errno.errorcode.get(-status, status)} {os.strerror(-status)}"
+
+
+#: Ways that lead through a staging slot (INV-334, INV-415).
+_STAGED = {
+    (Tier.DISK, Tier.DEVICE),
+    (Tier.DEVICE, Tier.DISK),
+    (Tier.DISK, Tier.DISK),
+}
