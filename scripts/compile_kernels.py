@@ -40,8 +40,10 @@ def main() -> None:
     """Write the header."""
     ptx = compile_ptx(sys.argv[1], SOURCE.read_text(encoding="utf-8"))
     lines = [line.rstrip() for line in ptx.splitlines() if line.strip()]
-    body = "\n".join('    "' + line.replace("\t", " ").replace('"', '\\"') + '\\n"'
-                     for line in lines if "nv6target" not in line and not line.lstrip().startswith("//"))
+    lines = [line for line in lines if "nv6target" not in line and line.lstrip()[:2] != "//"]
+    body = "\n".join(
+        '    "' + line.replace("\t", " ").replace('"', '\\"') + '\\n"' for line in lines
+    )
     TARGET.write_text(
         "/* Made from kernels.cu by scripts/compile_kernels.py; do not edit. */\n"
         f"static const char kvs_kernels_ptx[] =\n{body};\n",

@@ -35,7 +35,7 @@ class PagePlan:
         sizes: U64,
         host: tuple[int, int, int, int, int],
     ) -> None:
-        """Take piece arrays of one length and (base, slot, slots per slab, slab, payload offset)."""
+        """Take piece arrays of one length and the fields of a host layout in their order."""
         assert len(bases) == len(strides) == len(sizes) > 0
         pages = ffi.new("kvs_pages *")
         self._keep = tuple(
@@ -384,8 +384,14 @@ class NativeCuda:
     ) -> tuple[int, int]:
         """Enqueue page copies; returns (result, runs enqueued)."""
         result = lib.kvs_cuda_copy(
-            self.cdata, stream, plan.cdata, ffi.from_buffer("int32_t[]", device_slots),
-            ffi.from_buffer("int32_t[]", host_slots), len(device_slots), to_device, self._out,
+            self.cdata,
+            stream,
+            plan.cdata,
+            ffi.from_buffer("int32_t[]", device_slots),
+            ffi.from_buffer("int32_t[]", host_slots),
+            len(device_slots),
+            to_device,
+            self._out,
         )
         return int(result), int(self._out[0])
 
@@ -395,14 +401,28 @@ class NativeCuda:
         return result, int(self._out[0])
 
     def copy_staged(
-        self, stream: int, plan: PagePlan, pieces: int, staging: tuple[int, int],
-        device_slots: I32, host_slots: I32, *, to_device: bool,
+        self,
+        stream: int,
+        plan: PagePlan,
+        pieces: int,
+        staging: tuple[int, int],
+        device_slots: I32,
+        host_slots: I32,
+        *,
+        to_device: bool,
     ) -> tuple[int, int]:
         """Enqueue whole pages through a staging area and one kernel per group."""
         result = lib.kvs_cuda_copy_staged(
-            self.cdata, stream, plan.cdata, pieces, *staging,
-            ffi.from_buffer("int32_t[]", device_slots), ffi.from_buffer("int32_t[]", host_slots),
-            len(device_slots), to_device, self._out,
+            self.cdata,
+            stream,
+            plan.cdata,
+            pieces,
+            *staging,
+            ffi.from_buffer("int32_t[]", device_slots),
+            ffi.from_buffer("int32_t[]", host_slots),
+            len(device_slots),
+            to_device,
+            self._out,
         )
         return int(result), int(self._out[0])
 
@@ -437,8 +457,11 @@ class NativeCuda:
     ) -> int:
         """Launch one of the kernels of ``kernels.cu``."""
         values = ffi.new("uint64_t[]", list(args) or [0])
-        return int(lib.kvs_cuda_launch(self.cdata, stream, kernel.encode(), blocks, threads,
-                                       values, len(args)))
+        return int(
+            lib.kvs_cuda_launch(
+                self.cdata, stream, kernel.encode(), blocks, threads, values, len(args)
+            )
+        )
 
     def host_post(self, stream: int, queue: Any, token: int) -> int:
         """Post through a host function, the fallback F2 and a row of the benchmarks."""
@@ -450,7 +473,13 @@ class NativeCuda:
         """Return (result, nanoseconds from CPU store to the stream's write), for measurements."""
         out = np.zeros(count, np.uint64)
         result = lib.kvs_cuda_gate_latency(
-            self.cdata, stream, gate_word, done_word, first, count, hold_ns,
+            self.cdata,
+            stream,
+            gate_word,
+            done_word,
+            first,
+            count,
+            hold_ns,
             ffi.from_buffer("uint64_t[]", out, require_writable=True),
         )
         return int(result), out
@@ -486,9 +515,14 @@ class NativeWatch:
     def __init__(
         self, device: NativeCuda | None, spin_ns: int, sleep_max_ns: int, error_probe_ns: int
     ) -> None:
-        config = ffi.new("kvs_watch_config *", {
-            "spin_ns": spin_ns, "sleep_max_ns": sleep_max_ns, "error_probe_ns": error_probe_ns,
-        })
+        config = ffi.new(
+            "kvs_watch_config *",
+            {
+                "spin_ns": spin_ns,
+                "sleep_max_ns": sleep_max_ns,
+                "error_probe_ns": error_probe_ns,
+            },
+        )
         self._device = device
         self._cdata = lib.kvs_watch_new(ffi.NULL if device is None else device.cdata, config)
         if self._cdata == ffi.NULL:

@@ -32,8 +32,30 @@ CODE_NOT_SUPPORTED = 801
 CODE_CAPTURE_UNSUPPORTED = 900
 CODE_CAPTURE_INVALIDATED = 901
 #: Codes after which a context is lost; every later call returns them (INV-917).
-STICKY_CODES = frozenset({4, 46, 201, 214, 219, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717,
-                          718, 719, 720, 721, 999})
+STICKY_CODES = frozenset(
+    {
+        4,
+        46,
+        201,
+        214,
+        219,
+        220,
+        226,
+        700,
+        702,
+        709,
+        710,
+        714,
+        715,
+        716,
+        717,
+        718,
+        719,
+        720,
+        721,
+        999,
+    }
+)
 
 
 def device_error(code: int, what: str) -> DeviceError:

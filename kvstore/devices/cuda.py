@@ -28,7 +28,7 @@ from kvstore._uring.device_native import (
     OpenError,
     WatchCounters,
 )
-from kvstore._uring.native import Arena
+from kvstore._uring.native import Arena, now_ns
 from kvstore.devices.base import (
     CODE_CAPTURE_UNSUPPORTED,
     CODE_NOT_SUPPORTED,
@@ -100,7 +100,7 @@ class CudaStream:
         self.owner = owner
         self.sequence = 0
 
-    def wait_event(self, event: CudaEvent) -> None:
+    def wait_event(self, event: Any) -> None:
         """Let later work of this stream wait for ``event``."""
         if event.handle is not None:
             self.device.raise_for(event.handle.wait(self.key), "cuStreamWaitEvent")
@@ -139,7 +139,10 @@ class _Memory:
     def __init__(self, device: CudaDevice, address: int, shape: tuple[int, ...], kind: str) -> None:
         self.device = device
         self.__cuda_array_interface__ = {
-            "shape": shape, "typestr": kind, "data": (address, False), "version": 3,
+            "shape": shape,
+            "typestr": kind,
+            "data": (address, False),
+            "version": 3,
             "strides": None,
         }
 
@@ -176,7 +179,7 @@ class CudaDevice:
         self.regions = HostRegions()
         self._close_timeout = close_timeout
         self._closed = False
-        #: After a close that left work outstanding: gate words and arenas must be leaked, not unmapped.
+        #: After a close that left work outstanding: leak gate words and arenas, do not unmap them.
         self.holds_memory = False
         self._streams: dict[int, CudaStream] = {}
         self._roles: dict[str, CudaStream] = {}
@@ -189,9 +192,10 @@ class CudaDevice:
         self.gate_fallbacks = {"memop32": 0, "unsupported": 0, "failed": 0}
         self.watch = DeviceWatch(self.native, watch)
         try:
-            if gate_words is not None and hasattr(gate_words, "address"):
-                self.raise_for(self.native.register(gate_words.address, gate_words.length),
-                               "cuMemHostRegister of the gate words")
+            address = getattr(gate_words, "address", None)
+            if address is not None:
+                length = getattr(gate_words, "length", 0)
+                self.raise_for(self.native.register(address, length), "register the gate words")
             self.driver = self.native.caps()
             self.native.set_batch(batch_copy)
             self._make_streams()
@@ -233,9 +237,14 @@ class CudaDevice:
         if not works[64]:
             logger.warning("%s cannot wait on 64-bit words: gates fall back", driver.name)
         return DeviceCaps(
-            kind="cuda", memops64=works[64], memops32=works[32], batch_copy=driver.batch_copy,
-            copy_engines=driver.copy_engines, host_numa=driver.host_numa,
-            uses_host_page_tables=bool(driver.uses_host_page_tables), max_connections_hint=hint,
+            kind="cuda",
+            memops64=works[64],
+            memops32=works[32],
+            batch_copy=driver.batch_copy,
+            copy_engines=driver.copy_engines,
+            host_numa=driver.host_numa,
+            uses_host_page_tables=bool(driver.uses_host_page_tables),
+            max_connections_hint=hint,
         )
 
     def _calibrate(self) -> int:
@@ -269,14 +278,15 @@ class CudaDevice:
         took: dict[int, float] = {}
         for min_dma in (0, 1 << 40):  # batch, loop
             self.native.set_min_dma(min_dma)
-            best = float("inf")
+            best: float = float("inf")
             for _ in range(4):
-                begin = time.perf_counter()
-                result, _ = self.native.copy(stream, plan, slots, slots[::-1].copy(),
-                                             to_device=True)
+                begin = now_ns()
+                result, _ = self.native.copy(
+                    stream, plan, slots, slots[::-1].copy(), to_device=True
+                )
                 result = result or self.native.stream_synchronize(stream)
                 self.raise_for(result, "calibration")
-                best = min(best, time.perf_counter() - begin)
+                best = min(best, now_ns() - begin)
             took[min_dma] = best
         return took[1 << 40] < took[0]
 
@@ -304,8 +314,9 @@ class CudaDevice:
         for tensor in tensors:
             place = getattr(tensor, "device", None)
             if getattr(place, "type", "cuda") != "cuda":
-                raise ConfigError(f"tensors: group {name!r} has a tensor on {place}",
-                                  field="tensors")
+                raise ConfigError(
+                    f"tensors: group {name!r} has a tensor on {place}", field="tensors"
+                )
         pool = PagePool.adopted(name, tensors, block_dim, page_bytes)
         if int(pool.sizes.max()) < self.min_dma and len(pool.sizes) > 1:
             self._prepare_staging(pool)
@@ -334,14 +345,18 @@ class CudaDevice:
         return address
 
     def _view(
-        self, address: int, slot_count: int, page_bytes: int, dtype: Any,
+        self,
+        address: int,
+        slot_count: int,
+        page_bytes: int,
+        dtype: Any,
         shape: Sequence[int] | None,
     ) -> Any:
         if importlib.util.find_spec("torch") is None:
             kind = np.dtype(dtype or np.uint8)
             sizes = pool_shape(slot_count, page_bytes, kind.itemsize, shape)
             return _Memory(self, address, sizes, kind.str)
-        import torch  # noqa: PLC0415  (optional; only to view memory)
+        import torch
 
         flat = _Memory(self, address, (slot_count * page_bytes,), "|u1")
         tensor = torch.as_tensor(flat, device=f"cuda:{self.ordinal}")
@@ -455,8 +470,10 @@ class CudaDevice:
             if result != CODE_NOT_SUPPORTED:
                 self.gate_fallbacks["failed"] += 1
                 self.raise_for(result, "cuStreamWaitValue")
-            name = "memops64" if bits == 64 else "memops32"
-            self.caps = self.caps._replace(**{name: False})
+            if bits == 64:
+                self.caps = self.caps._replace(memops64=False)
+            else:
+                self.caps = self.caps._replace(memops32=False)
             logger.warning("stream waits on %d-bit words are not supported here", bits)
         self.gate_fallbacks["unsupported"] += 1
         raise UnsupportedError("the device cannot wait on words: use await mode")
@@ -465,8 +482,8 @@ class CudaDevice:
 
     def copy_pages(
         self,
-        stream: CudaStream,
-        pool: PagePool,
+        stream: Any,
+        pool: Any,
         device_slots: SlotIds,
         host: HostLayout,
         host_slots: SlotIds,
@@ -489,14 +506,16 @@ class CudaDevice:
         pieces = self._pieces.get(pool)
         staging = self._staging.get(stream.key)
         if pieces and staging and len(device) * len(pool.sizes) >= STAGED_PIECES_MIN:
-            result, enqueued = self.native.copy_staged(stream.key, plan, pieces, staging, device,
-                                                       hosts, to_device=to_device)
+            result, enqueued = self.native.copy_staged(
+                stream.key, plan, pieces, staging, device, hosts, to_device=to_device
+            )
         else:
-            result, enqueued = self.native.copy(stream.key, plan, device, hosts,
-                                                to_device=to_device)
+            result, enqueued = self.native.copy(
+                stream.key, plan, device, hosts, to_device=to_device
+            )
         self.raise_for(result, "copy_pages", enqueued=enqueued)
 
-    def notify(self, stream: CudaStream, queue: Completions, token: int) -> None:
+    def notify(self, stream: Any, queue: Completions, token: int) -> None:
         """Complete ``token`` (status 0 or the device's error) when the stream gets here."""
         self._check_open()
         if self._words and stream.owner is None:
@@ -516,8 +535,8 @@ class CudaDevice:
         assert event.handle is not None
         self.watch.notify_event(stream.lane, event.handle, queue, token)
 
-    def notify_event(self, event: CudaEvent, queue: Completions, token: int) -> None:
-        """Complete ``token`` when ``event`` has passed; a foreign event is kept alive until then."""
+    def notify_event(self, event: Any, queue: Completions, token: int) -> None:
+        """Complete ``token`` when ``event`` has passed; keeps a foreign event alive until then."""
         self._check_open()
         handle = event.handle
         if handle is None:
@@ -530,17 +549,18 @@ class CudaDevice:
         self.watch.notify_event(ALONE, handle, queue, token)
 
     def synchronize(self, timeout: float = 10.0) -> None:
-        """Block until our streams are idle. Raises: DeviceError: lost, or not within ``timeout``."""
+        """Block until our streams are idle. Raises: DeviceError: lost, or over ``timeout``."""
         if self._closed:
             return
-        end = time.perf_counter() + timeout
+        end_ns = now_ns() + int(timeout * 1e9)
         for stream in self._streams.values():
             if stream.owner is not None:
                 continue
             while (result := self.native.stream_query(stream.key)) == NOT_READY:
-                if time.perf_counter() > end:
-                    raise DeviceError("synchronize: work is still outstanding", code=NOT_READY,
-                                      is_sticky=False)
+                if now_ns() > end_ns:
+                    raise DeviceError(
+                        "synchronize: work is still outstanding", code=NOT_READY, is_sticky=False
+                    )
                 time.sleep(0.0002)
             self.raise_for(result, "cuStreamQuery")
 
@@ -579,7 +599,7 @@ class CudaDevice:
         except DeviceError as error:
             usable = False
             self.holds_memory = not error.is_sticky  # type: ignore[attr-defined]
-            logger.error("closing a device that is not idle: %s", error)  # noqa: TRY400
+            logger.error("closing a device that is not idle: %s", error)
         self._closed = True
         self.watch.close()
         if usable:
@@ -658,7 +678,7 @@ def _stream_handle(stream: Any) -> int:
 
 
 def _loaded_torch() -> Any:
-    import sys  # noqa: PLC0415
+    import sys
 
     return sys.modules.get("torch")
 

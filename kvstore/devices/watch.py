@@ -40,8 +40,9 @@ class DeviceWatch:
     def __init__(self, device: NativeCuda | None, config: WatchConfig | None = None) -> None:
         """Start the thread."""
         config = config or WatchConfig()
-        self._native = NativeWatch(device, config.spin_ns, config.sleep_max_ns,
-                                   config.error_probe_ns)
+        self._native = NativeWatch(
+            device, config.spin_ns, config.sleep_max_ns, config.error_probe_ns
+        )
         self._closed = False
 
     def notify_word(

@@ -28,9 +28,7 @@ WATCHDOG_S = 20.0
 class Harness:
     """One device, one gate ring, one host area of slots; everything is closed at the end."""
 
-    def __init__(
-        self, *, page_bytes: int = 8192, host_slots: int = 64, words: int = 256
-    ) -> None:
+    def __init__(self, *, page_bytes: int = 8192, host_slots: int = 64, words: int = 256) -> None:
         self.page_bytes = page_bytes
         self.ring = GateRing(words)
         slot_bytes = 4096 + page_bytes
@@ -71,13 +69,15 @@ class Harness:
 
     def to_device(self, stream: Any, pool: Any, device: list[int], host: list[int]) -> None:
         """Enqueue host -> device copies."""
-        self.device.copy_pages(stream, pool, self.ids(*device), self.host, self.ids(*host),
-                               CopyDirection.TO_DEVICE)
+        self.device.copy_pages(
+            stream, pool, self.ids(*device), self.host, self.ids(*host), CopyDirection.TO_DEVICE
+        )
 
     def to_host(self, stream: Any, pool: Any, device: list[int], host: list[int]) -> None:
         """Enqueue device -> host copies."""
-        self.device.copy_pages(stream, pool, self.ids(*device), self.host, self.ids(*host),
-                               CopyDirection.TO_HOST)
+        self.device.copy_pages(
+            stream, pool, self.ids(*device), self.host, self.ids(*host), CopyDirection.TO_HOST
+        )
 
     def close(self) -> None:
         """Open every gate, then close devices and memory."""
@@ -192,8 +192,9 @@ def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("no C compiler for the stand-in driver")
     target = tmp_path_factory.mktemp("fake") / "libcuda.so.1"
     source = Path(__file__).parents[2] / "gpu" / "fake_libcuda.c"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-g", "-o", target, source, "-lpthread"],
-                   check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-g", "-o", target, source, "-lpthread"], check=True
+    )
     return target
 
 

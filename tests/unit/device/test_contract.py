@@ -35,9 +35,7 @@ def test_round_trip_of_permuted_pages(any_device: Any, harness: Any, on_loop: An
     on_loop(body)
 
 
-def test_gate_orders_the_copy_behind_the_data(
-    any_device: Any, harness: Any, on_loop: Any
-) -> None:
+def test_gate_orders_the_copy_behind_the_data(any_device: Any, harness: Any, on_loop: Any) -> None:
     """INV-201, INV-206, T3: bytes stored right before publication are what the copy reads."""
     device = any_device
     pool = device.create_pool("full", 2, harness.page_bytes)
@@ -157,9 +155,7 @@ def test_close_ends_everything(any_device: Any, harness: Any) -> None:
     device.unregister_host(harness.arena.address)
 
 
-def test_a_lost_device_fails_what_is_pending(
-    any_device: Any, harness: Any, on_loop: Any
-) -> None:
+def test_a_lost_device_fails_what_is_pending(any_device: Any, harness: Any, on_loop: Any) -> None:
     """INV-917, T8: every pending notification ends within a second, as a sticky error."""
     device = any_device
 
