@@ -225,18 +225,18 @@ class FakeDriver:
     def __init__(self, _name: str = "", status: int = 0) -> None:
         self.status = status
 
-    def cuInit(self, _flags: int) -> int:  # noqa: N802
+    def cuInit(self, _flags: int) -> int:
         return self.status
 
-    def cuDeviceGetCount(self, count: Any) -> int:  # noqa: N802
+    def cuDeviceGetCount(self, count: Any) -> int:
         count._obj.value = 2
         return 0
 
-    def cuDeviceGet(self, device: Any, index: int) -> int:  # noqa: N802
+    def cuDeviceGet(self, device: Any, index: int) -> int:
         device._obj.value = index
         return 0
 
-    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:  # noqa: N802
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:
         value._obj.value = int(attribute == 122 and device.value == 0)
         return 0
 
