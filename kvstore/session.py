@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -23,14 +23,14 @@ import numpy.typing as npt
 
 from kvstore import config as cfg
 from kvstore._uring.base import DEADLINE, OK
-from kvstore.core.page import Move, Page, PageState
+from kvstore.core.page import Page, PageState
 from kvstore.core.slots import Fence
-from kvstore.core.tables import Applied, Refusal, Tables
+from kvstore.core.tables import Applied, Plan, Refusal, Tables
 from kvstore.devices.base import Stream
 from kvstore.errors import DeadlineError, EngineError, LogicError, OutOfPages, PagesLost
 from kvstore.executor import RETRY, Executor, Flight, Gated
 from kvstore.gate import GateTicket
-from kvstore.keys import BlockKey, KeyChain, Tokens, scope_key, token_bytes
+from kvstore.keys import BlockKey, KeyChain, Tokens, token_bytes
 
 PageTable = npt.NDArray[np.int32]
 
@@ -192,8 +192,17 @@ class Restore:
     not be served and ``first_failed_token`` is the first token lost with them, or None (INV-335).
     """
 
-    __slots__ = ("_flight", "_gated", "_groups", "_session", "failed_pages", "first_failed_token",
-                 "is_gated", "status", "valid_tokens")
+    __slots__ = (
+        "_flight",
+        "_gated",
+        "_groups",
+        "_session",
+        "failed_pages",
+        "first_failed_token",
+        "is_gated",
+        "status",
+        "valid_tokens",
+    )
 
     def __init__(self, session: Session, *, is_gated: bool = False) -> None:
         self._session = session
@@ -291,7 +300,9 @@ class _Waiting:
 
     __slots__ = ("future", "pages", "session")
 
-    def __init__(self, session: Session, pages: list[Page], future: asyncio.Future[Started]) -> None:
+    def __init__(
+        self, session: Session, pages: list[Page], future: asyncio.Future[Started]
+    ) -> None:
         self.session = session
         self.pages = pages
         self.future = future
@@ -313,7 +324,10 @@ class RestoreQueue:
     alone. A smaller later restore never passes an older one.
     """
 
-    __slots__ = ("_loop", "_open", "_store", "_waiting", "budgets", "started_count", "waited_count")
+    __slots__ = (
+        "_is_pumping", "_loop", "_open", "_store", "_waiting", "budgets", "started_count",
+        "waited_count",
+    )  # fmt: skip
 
     def __init__(
         self, store: StoreServices, loop: asyncio.AbstractEventLoop, budgets: Sequence[int]
@@ -323,6 +337,7 @@ class RestoreQueue:
         self.budgets = list(budgets)
         self._open = [0] * len(budgets)
         self._waiting: deque[_Waiting] = deque()
+        self._is_pumping = False
         self.started_count = 0
         self.waited_count = 0
 
@@ -366,7 +381,20 @@ class RestoreQueue:
                 timer.cancel()
 
     def pump(self) -> None:
-        """Serve those who wait, oldest first, until one does not fit."""
+        """Serve those who wait, oldest first, until one does not fit.
+
+        Starting a restore settles the store, which comes back here: the call inside does nothing,
+        and the one outside goes on with the tables as they are then.
+        """
+        if self._is_pumping:
+            return
+        self._is_pumping = True
+        try:
+            self._serve_waiting()
+        finally:
+            self._is_pumping = False
+
+    def _serve_waiting(self) -> None:
         while self._waiting:
             head = self._waiting[0]
             if head.future.done():
@@ -414,7 +442,9 @@ class RestoreQueue:
         applied = tables.apply(plan)
         flight = Flight(self._loop, 0, session.on_restored)
         session.lock_ready(pages)
-        self._store.executor.attach(flight, (page for page in pages if not session.has_locked(page)))
+        self._store.executor.attach(
+            flight, (page for page in pages if not session.has_locked(page))
+        )
         self.started_count += 1
         for group, count in enumerate(need):
             self._open[group] += count
@@ -597,9 +627,7 @@ class Session:
             executor.detach(flight)
             raise
 
-    def _take_failures(
-        self, flight: Flight, restore: Restore, *, is_own_deadline: bool
-    ) -> None:
+    def _take_failures(self, flight: Flight, restore: Restore, *, is_own_deadline: bool) -> None:
         """Cut the session at the first page whose verdict is bad; RETRY plans again."""
         if flight.is_cancelled and not flight.failed:
             return
@@ -720,9 +748,7 @@ class Session:
 
     # The gate.
 
-    def _start_gated(
-        self, restore: Restore, stream: Any, deadline: float | None
-    ) -> Started | None:
+    def _start_gated(self, restore: Restore, stream: Any, deadline: float | None) -> Started | None:
         """Enqueue everything behind the gate; otherwise return what was started for await mode."""
         self._cut_lost(restore)
         wanted = self._unlocked_pages()
@@ -763,12 +789,10 @@ class Session:
     def _deadline_ns(self, seconds: float) -> int:
         return round((self._now() + seconds) * 1e9)
 
-    def _gated_done(
-        self, restore: Restore, flight: Flight, gated: Gated, lease: GateLease
-    ) -> None:
+    def _gated_done(self, restore: Restore, flight: Flight, gated: Gated, lease: GateLease) -> None:
         """The loop has read every verdict: what failed cuts the session (INV-220, INV-221)."""
         restore._flight = None  # noqa: SLF001
-        failed = {page: status for page, status in flight.failed.items()}
+        failed = dict(flight.failed)
         if failed and self._state in {SessionState.ACTIVE, SessionState.RESTORING}:
             self._cut_pages(failed, restore)
             if self._state is SessionState.ACTIVE:
@@ -849,9 +873,7 @@ class Session:
             assert page is not None
             parent = row[block - 1] if block else None
             parent_key = self._known.keys[block - 1] if block else None
-            shared = tables.commit(
-                page, key, parent, block, self.priority, parent_key=parent_key
-            )
+            shared = tables.commit(page, key, parent, block, self.priority, parent_key=parent_key)
             if shared is not page:
                 row[block] = shared
                 self._locked.discard(page)
@@ -954,7 +976,9 @@ class Session:
         index = self.store.level_index(level)
         if index == 0:
             raise LogicError("prefetch: level 0 is what resume is for")
-        handle = Prefetch(self, index, self.store.config.io.deadline if timeout is None else timeout)
+        handle = Prefetch(
+            self, index, self.store.config.io.deadline if timeout is None else timeout
+        )
         handle.start([page for row in zip(*self._pages, strict=True) for page in row if page])
         self._prefetches.append(handle)
         return handle
@@ -1089,6 +1113,7 @@ class Prefetch:
         wanted = store.prefetches.take(
             self._level, [page for page in pages if page.level > self._level]
         )
+        plan: Plan | Refusal | None = None
         while wanted:
             rows: list[list[Page]] = [[] for _ in store.config.pool_groups]
             for page in wanted:
@@ -1099,7 +1124,7 @@ class Prefetch:
             given_up = wanted[len(wanted) // 2 :] if len(wanted) > 1 else wanted
             store.prefetches.give(self._level, given_up)
             wanted = wanted[: len(wanted) - len(given_up)]
-        else:
+        if plan is None or isinstance(plan, Refusal):
             return
         store.tables.apply(plan)
         self._pages = list(wanted)
