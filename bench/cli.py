@@ -28,6 +28,7 @@ COMMANDS = {
     "replay": "kvstore_bench.replay:command",
     "io": "kvstore_bench.io:command",
     "compare": "kvstore_bench.compare:command",
+    "mixed": "kvstore_bench.mixed:command",
     "meta": "kvstore_bench.meta:command",
     "device": "kvstore_bench.device:command",
     "report": "kvstore_bench.report:command",

@@ -380,8 +380,8 @@ def _job_text(job: JobResult, group: GroupRun) -> list[str]:
     lines.append(f"  cpu per GiB : {cpu_seconds_per_gib(job.usage, moved):.3f} s")
     lag = group.lag
     lines.append(
-        f"  loop lag    : p50={_micro(lag.percentile_ns(50))}, p99={_micro(lag.percentile_ns(99))}, "
-        f"max={_micro(lag.max_ns)} usec"
+        f"  loop lag    : p50={_micro(lag.percentile_ns(50))}, "
+        f"p99={_micro(lag.percentile_ns(99))}, max={_micro(lag.max_ns)} usec"
     )
     for name, entry in classes_json(group, job.skips).items():
         wait, service = entry["queue_wait_ns"]["percentile"], entry["service_ns"]["percentile"]
@@ -389,7 +389,8 @@ def _job_text(job: JobResult, group: GroupRun) -> list[str]:
             f"  class       : {name}: wait p50={_micro(wait['50.000000'])}, "
             f"p99={_micro(wait['99.000000'])}; service p50={_micro(service['50.000000'])}, "
             f"p99={_micro(service['99.000000'])} usec; pieces={entry['pieces']}, "
-            f"promoted={entry['promotions']}, aged={entry['aged_dispatches']}, skips={entry['skips']}"
+            f"promoted={entry['promotions']}, aged={entry['aged_dispatches']}, "
+            f"skips={entry['skips']}"
         )
     if job.verified:
         lines.append(f"  verify      : {job.verified} blocks good")

@@ -10,9 +10,12 @@ import fcntl
 import struct
 from pathlib import Path
 
-from .jobs import ALIGNMENT_BYTES, JobError, JobSpec
+from kvstore.config import ALIGNMENT_BYTES
+
+from .jobs import JobError, JobSpec
 
 _FS_IOC_FIEMAP = 0xC020660B
+_FIEMAP_FLAG_SYNC = 0x1  # buffered data that is on its way counts
 _FIEMAP_EXTENT_UNWRITTEN = 0x800
 _FIEMAP_EXTENT_LAST = 0x1
 _HEADER = struct.Struct("=QQIIII")
@@ -77,7 +80,7 @@ def is_written(fd: int, length: int) -> bool:
     position = 0
     while position < length:
         buffer = bytearray(_HEADER.size + _BATCH * _EXTENT.size)
-        _HEADER.pack_into(buffer, 0, position, length - position, 0, 0, _BATCH, 0)
+        _HEADER.pack_into(buffer, 0, position, length - position, _FIEMAP_FLAG_SYNC, 0, _BATCH, 0)
         try:
             fcntl.ioctl(fd, _FS_IOC_FIEMAP, buffer)
         except OSError:
@@ -93,5 +96,5 @@ def is_written(fd: int, length: int) -> bool:
                 return False
             position = logical + extent_length
             if flags & _FIEMAP_EXTENT_LAST:
-                return position >= length
+                return bool(position >= length)
     return True

@@ -113,13 +113,8 @@ class Lane:
         self._is_mixed = job.reads and job.writes
         self._is_sized = job.bssplit is not None or job.bs[0] != job.bs[1]
         self._has_header = job.verify != "none"
-        is_fifo = job.policy == "fifo"
         self._classes = np.array(
-            [
-                IoClass.READ if is_fifo else job.io_class(is_read=is_read)
-                for is_read in (False, True)
-            ],
-            np.uint8,
+            [job.io_class(is_read=False), job.io_class(is_read=True)], np.uint8
         )
         self._is_background = IoClass.BACKGROUND in self._classes
         if self._has_header:

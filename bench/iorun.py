@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import anyio
-import numpy as np
 
 from . import machine
 from .fioformat import GroupRun, JobResult, RunResult, Usage
@@ -19,41 +18,12 @@ from .ioloop import Clock, Lane
 from .iostats import Direction, Latencies
 from .iosystem import ENGINE_FIELDS, System, open_system
 from .jobs import GIB, MIB, JobError, JobSpec, groups_of
+from .looplag import LagProbe
 
 SAMPLE_S = 0.5
-LAG_PERIOD_S = 0.005
 
 #: Called every half second: lanes of the group, seconds since its start, seconds it will take.
 Progress = Callable[[list[Lane], float, float], None]
-
-
-class LagProbe:
-    """Looks every 5 ms how late the loop is."""
-
-    def __init__(self, clock_ns: Clock) -> None:
-        self.lag = Latencies()
-        self._clock_ns = clock_ns
-        self._handle: asyncio.TimerHandle | None = None
-        self._due_ns = 0
-
-    def start(self) -> None:
-        """Begin to look."""
-        self._due_ns = self._clock_ns() + int(LAG_PERIOD_S * 1e9)
-        self._handle = asyncio.get_running_loop().call_later(LAG_PERIOD_S, self._tick)
-
-    def stop(self) -> None:
-        """Stop looking."""
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None
-
-    def restart(self) -> None:
-        """Forget what was seen and go on."""
-        self.lag = Latencies()
-
-    def _tick(self) -> None:
-        self.lag.add(np.array([self._clock_ns() - self._due_ns], np.int64))
-        self.start()
 
 
 def usage_now() -> Usage:
@@ -82,11 +52,15 @@ def usage_since(before: Usage, wall_s: float) -> Usage:
     )
 
 
+def _ignore(line: str) -> None:
+    del line
+
+
 async def run_jobs(
     jobs: list[JobSpec],
     *,
     progress: Progress | None = None,
-    announce: Callable[[str], None] = lambda line: None,
+    announce: Callable[[str], None] = _ignore,
     version: str = "",
 ) -> RunResult:
     """Run all groups in order and return their figures.
@@ -249,12 +223,13 @@ class _Group:
         for _, lane in self._lanes:
             lane.window_ns = start + int(lane.job.ramp_time * 1e9) if lane.job.ramp_time else 0
         group = GroupRun(engine.stats(), engine.stats(), usage_now(), Latencies(), huge_pages=False)
-        probe = LagProbe(self._clock_ns)
-        window = [start, usage_now()]
+        probe = LagProbe()
+        window_ns, used = start, usage_now()
 
         def begin_window() -> None:
+            nonlocal window_ns, used
             group.stats_before = engine.stats()
-            window[:] = [self._clock_ns(), usage_now()]
+            window_ns, used = self._clock_ns(), usage_now()
             probe.restart()
             self._measuring = True
 
@@ -278,7 +253,7 @@ class _Group:
             probe.stop()
             for timer in timers:
                 timer.cancel()
-        group.usage = usage_since(window[1], (self._clock_ns() - window[0]) / 1e9)
+        group.usage = usage_since(used, (self._clock_ns() - window_ns) / 1e9)
         group.stats_after = engine.stats()
         group.lag = probe.lag
         return group
@@ -339,7 +314,7 @@ class _Group:
             check.start()
             await asyncio.shield(check.done)
             lane.verified += check.verified
-            lane.error = lane.error or check.error
+            lane.error = check.error
             lane.read.failed_ios += check.read.failed_ios
 
     def _results(self, group: GroupRun) -> list[JobResult]:

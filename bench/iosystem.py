@@ -14,10 +14,9 @@ from kvstore.config import IoConfig
 from kvstore.errors import KVStoreError
 
 from .iofiles import is_written, round_up
-from .jobs import MIB, JobError, JobSpec
+from .jobs import JobError, JobSpec
 from .memory import Memory, SmallMemory, open_memory
 
-UNBOUNDED = 1 << 40
 #: Job fields that make an engine; jobs that run together must agree on them.
 ENGINE_FIELDS = (
     "ioengine",
@@ -34,17 +33,12 @@ ENGINE_FIELDS = (
 
 
 def io_config(job: JobSpec) -> IoConfig:
-    """Return the engine's settings for a job; ``fifo`` takes every bound away."""
+    """Return the engine's settings for a job."""
     values: dict[str, Any] = {
         "disk_io_threads": job.disk_io_threads,
         "kernel_rings": job.kernel_rings,
         "direct": "on" if job.direct else "off",
     }
-    if job.policy == "fifo":
-        for name in ("inflight_bytes", "required_inflight_bytes", "background_inflight_bytes"):
-            values[name] = UNBOUNDED
-        values["write_piece_bytes"] = 4 * MIB
-        values["background_bytes_max"] = UNBOUNDED
     for name in ENGINE_FIELDS[4:9]:
         if getattr(job, name):
             values[name] = getattr(job, name)
@@ -153,8 +147,10 @@ class System:
             self.memory.close()
 
 
-def open_system(job: JobSpec, memory_bytes: int) -> System:
+def open_system(job: JobSpec, memory_bytes: int, *, config: IoConfig | None = None) -> System:
     """Open the engine a job names, never another one (INV-127), with memory registered.
+
+    ``config`` replaces the settings that the job asks for.
 
     Raises: JobError: the system refuses it, with the reason.
     """
@@ -163,9 +159,8 @@ def open_system(job: JobSpec, memory_bytes: int) -> System:
     from kvstore._uring import open_engine
     from kvstore._uring.native import CompletionQueue
 
-    policy = "kvstore" if job.policy == "fifo" else job.policy
     try:
-        engine = open_engine(io_config(job), kind=job.ioengine, policy=policy)
+        engine = open_engine(config or io_config(job), kind=job.ioengine, policy=job.policy)
     except (KVStoreError, OSError) as error:
         raise JobError("--ioengine", f"{job.ioengine} cannot be used: {error}") from None
     queue = CompletionQueue(asyncio.get_running_loop())

@@ -249,7 +249,7 @@ class JobSpec:
         return max(size for split in self.bssplit for size, _ in split)
 
     def io_class(self, *, is_read: bool) -> IoClass:
-        """Return the class of a transfer: reads READ, writes REQUIRED, unless ``prio`` says more."""
+        """Return the class of a transfer: by direction, unless ``prio`` names one."""
         if self.prio == "auto":
             return IoClass.READ if is_read else IoClass.REQUIRED
         return IoClass[self.prio.upper()]
@@ -313,7 +313,22 @@ SYNONYMS = {"readwrite": "rw", "blocksize": "bs", "wait_for_previous": "stonewal
 
 #: Keys of fio job files that are always so here, or that mean nothing here.
 IMPLIED = frozenset(
-    ["thread", "fixedbufs", "registerfiles", "nonvectored", "norandommap", "invalidate", "fallocate", "iomem", "refill_buffers", "scramble_buffers", "randrepeat", "overwrite", "create_on_open", "description"]
+    [
+        "thread",
+        "fixedbufs",
+        "registerfiles",
+        "nonvectored",
+        "norandommap",
+        "invalidate",
+        "fallocate",
+        "iomem",
+        "refill_buffers",
+        "scramble_buffers",
+        "randrepeat",
+        "overwrite",
+        "create_on_open",
+        "description",
+    ]
 )
 
 #: Of these, the ones that fio takes without a value.

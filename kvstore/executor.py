@@ -63,8 +63,17 @@ class Flight:
     which a page arrives, so that a restored page is locked before anything else happens.
     """
 
-    __slots__ = ("_loop", "_on_done", "_on_page", "failed", "is_cancelled", "level", "open_count",
-                 "remaining", "timer")
+    __slots__ = (
+        "_loop",
+        "_on_done",
+        "_on_page",
+        "failed",
+        "is_cancelled",
+        "level",
+        "open_count",
+        "remaining",
+        "timer",
+    )
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, level: int, on_page: Callable[[Page], None]
@@ -540,9 +549,7 @@ class Executor:
             else:
                 self._end(job, status)
 
-        self._offload(
-            np.copyto, (to_view, from_view), lambda status: self._guarded(copied, status)
-        )
+        self._offload(np.copyto, (to_view, from_view), lambda status: self._guarded(copied, status))
 
     # Disk transfers.
 
@@ -626,7 +633,10 @@ class Executor:
         if status:
             logger.warning(
                 "disk %s of slot %d, pool group %d failed: %s",
-                transfer.opcode.name.lower(), transfer.slot_id, transfer.group, status_text(status),
+                transfer.opcode.name.lower(),
+                transfer.slot_id,
+                transfer.group,
+                status_text(status),
             )
 
     def _transfer_ended(self, job: _Job) -> None:
@@ -893,8 +903,12 @@ class Gated:
 
 def status_text(status: int) -> str:
     """Say what a status means: the name of the errno, or one of ours."""
-    names = {MISMATCH: "checksum or header mismatch", END_OF_FILE: "unexpected end of file",
-             RETRY: "superseded", DEVICE_FAILED: "device copy refused"}
+    names = {
+        MISMATCH: "checksum or header mismatch",
+        END_OF_FILE: "unexpected end of file",
+        RETRY: "superseded",
+        DEVICE_FAILED: "device copy refused",
+    }
     return names.get(status) or f"{errno.errorcode.get(-status, status)} {os.strerror(-status)}"
 
 

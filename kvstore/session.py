@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -23,14 +23,14 @@ import numpy.typing as npt
 
 from kvstore import config as cfg
 from kvstore._uring.base import DEADLINE, OK
-from kvstore.core.page import Move, Page, PageState
+from kvstore.core.page import Page, PageState
 from kvstore.core.slots import Fence
-from kvstore.core.tables import Applied, Refusal, Tables
+from kvstore.core.tables import Applied, Plan, Refusal, Tables
 from kvstore.devices.base import Stream
 from kvstore.errors import DeadlineError, EngineError, LogicError, OutOfPages, PagesLost
 from kvstore.executor import RETRY, Executor, Flight, Gated
 from kvstore.gate import GateTicket
-from kvstore.keys import BlockKey, KeyChain, Tokens, scope_key, token_bytes
+from kvstore.keys import BlockKey, KeyChain, Tokens, token_bytes
 
 PageTable = npt.NDArray[np.int32]
 
@@ -192,8 +192,17 @@ class Restore:
     not be served and ``first_failed_token`` is the first token lost with them, or None (INV-335).
     """
 
-    __slots__ = ("_flight", "_gated", "_groups", "_session", "failed_pages", "first_failed_token",
-                 "is_gated", "status", "valid_tokens")
+    __slots__ = (
+        "_flight",
+        "_gated",
+        "_groups",
+        "_session",
+        "failed_pages",
+        "first_failed_token",
+        "is_gated",
+        "status",
+        "valid_tokens",
+    )
 
     def __init__(self, session: Session, *, is_gated: bool = False) -> None:
         self._session = session
@@ -291,7 +300,9 @@ class _Waiting:
 
     __slots__ = ("future", "pages", "session")
 
-    def __init__(self, session: Session, pages: list[Page], future: asyncio.Future[Started]) -> None:
+    def __init__(
+        self, session: Session, pages: list[Page], future: asyncio.Future[Started]
+    ) -> None:
         self.session = session
         self.pages = pages
         self.future = future
@@ -313,7 +324,16 @@ class RestoreQueue:
     alone. A smaller later restore never passes an older one.
     """
 
-    __slots__ = ("_loop", "_open", "_store", "_waiting", "budgets", "started_count", "waited_count")
+    __slots__ = (
+        "_is_pumping",
+        "_loop",
+        "_open",
+        "_store",
+        "_waiting",
+        "budgets",
+        "started_count",
+        "waited_count",
+    )
 
     def __init__(
         self, store: StoreServices, loop: asyncio.AbstractEventLoop, budgets: Sequence[int]
@@ -325,6 +345,7 @@ class RestoreQueue:
         self._waiting: deque[_Waiting] = deque()
         self.started_count = 0
         self.waited_count = 0
+        self._is_pumping = False
 
     @property
     def waiting_count(self) -> int:
@@ -367,6 +388,15 @@ class RestoreQueue:
 
     def pump(self) -> None:
         """Serve those who wait, oldest first, until one does not fit."""
+        if self._is_pumping:
+            return
+        self._is_pumping = True
+        try:
+            self._serve()
+        finally:
+            self._is_pumping = False
+
+    def _serve(self) -> None:
         while self._waiting:
             head = self._waiting[0]
             if head.future.done():
@@ -414,12 +444,14 @@ class RestoreQueue:
         applied = tables.apply(plan)
         flight = Flight(self._loop, 0, session.on_restored)
         session.lock_ready(pages)
-        self._store.executor.attach(flight, (page for page in pages if not session.has_locked(page)))
+        self._store.executor.attach(
+            flight, (page for page in pages if not session.has_locked(page))
+        )
         self.started_count += 1
         for group, count in enumerate(need):
             self._open[group] += count
         flight.when_done(lambda: self._ended(need))
-        self._store.settle()
+        self._store.executor.settle()
         return Started(flight, applied)
 
     def _ended(self, need: list[int]) -> None:
@@ -597,9 +629,7 @@ class Session:
             executor.detach(flight)
             raise
 
-    def _take_failures(
-        self, flight: Flight, restore: Restore, *, is_own_deadline: bool
-    ) -> None:
+    def _take_failures(self, flight: Flight, restore: Restore, *, is_own_deadline: bool) -> None:
         """Cut the session at the first page whose verdict is bad; RETRY plans again."""
         if flight.is_cancelled and not flight.failed:
             return
@@ -654,6 +684,7 @@ class Session:
             self._drop_pages([row[block_count:] for row in self._pages], keep=set())
             for row in self._pages:
                 del row[block_count:]
+        self.touch()
         self.history_tokens = min(self.history_tokens, block_count * self._block_tokens)
         self.store.settle()
 
@@ -715,14 +746,28 @@ class Session:
             for page in row
             if page is not None and page in self._locked and page.state is not PageState.DEAD
         ]
+        is_partial = any(
+            page is not None and page not in self._locked for row in self._pages for page in row
+        )
         self._locked.clear()
         self.store.tables.unlock(pages, fence)
+        if is_partial:
+            self.touch()
+
+    def touch(self) -> None:
+        """Use every page once, so that no page is more recently used than its parent (INV-324).
+
+        Needed wherever only some pages of a history were locked, held or released.
+        """
+        tables = self.store.tables
+        for row in self._pages:
+            living = [page for page in row if page is not None and page.state is not PageState.DEAD]
+            tables.hold(living)
+            tables.unhold(living)
 
     # The gate.
 
-    def _start_gated(
-        self, restore: Restore, stream: Any, deadline: float | None
-    ) -> Started | None:
+    def _start_gated(self, restore: Restore, stream: Any, deadline: float | None) -> Started | None:
         """Enqueue everything behind the gate; otherwise return what was started for await mode."""
         self._cut_lost(restore)
         wanted = self._unlocked_pages()
@@ -763,12 +808,10 @@ class Session:
     def _deadline_ns(self, seconds: float) -> int:
         return round((self._now() + seconds) * 1e9)
 
-    def _gated_done(
-        self, restore: Restore, flight: Flight, gated: Gated, lease: GateLease
-    ) -> None:
+    def _gated_done(self, restore: Restore, flight: Flight, gated: Gated, lease: GateLease) -> None:
         """The loop has read every verdict: what failed cuts the session (INV-220, INV-221)."""
         restore._flight = None  # noqa: SLF001
-        failed = {page: status for page, status in flight.failed.items()}
+        failed = dict(flight.failed)
         if failed and self._state in {SessionState.ACTIVE, SessionState.RESTORING}:
             self._cut_pages(failed, restore)
             if self._state is SessionState.ACTIVE:
@@ -849,9 +892,7 @@ class Session:
             assert page is not None
             parent = row[block - 1] if block else None
             parent_key = self._known.keys[block - 1] if block else None
-            shared = tables.commit(
-                page, key, parent, block, self.priority, parent_key=parent_key
-            )
+            shared = tables.commit(page, key, parent, block, self.priority, parent_key=parent_key)
             if shared is not page:
                 row[block] = shared
                 self._locked.discard(page)
@@ -954,7 +995,9 @@ class Session:
         index = self.store.level_index(level)
         if index == 0:
             raise LogicError("prefetch: level 0 is what resume is for")
-        handle = Prefetch(self, index, self.store.config.io.deadline if timeout is None else timeout)
+        handle = Prefetch(
+            self, index, self.store.config.io.deadline if timeout is None else timeout
+        )
         handle.start([page for row in zip(*self._pages, strict=True) for page in row if page])
         self._prefetches.append(handle)
         return handle
@@ -1089,6 +1132,7 @@ class Prefetch:
         wanted = store.prefetches.take(
             self._level, [page for page in pages if page.level > self._level]
         )
+        plan: Plan | Refusal | None = None
         while wanted:
             rows: list[list[Page]] = [[] for _ in store.config.pool_groups]
             for page in wanted:
@@ -1099,11 +1143,12 @@ class Prefetch:
             given_up = wanted[len(wanted) // 2 :] if len(wanted) > 1 else wanted
             store.prefetches.give(self._level, given_up)
             wanted = wanted[: len(wanted) - len(given_up)]
-        else:
+        if plan is None or isinstance(plan, Refusal):
             return
         store.tables.apply(plan)
         self._pages = list(wanted)
         store.tables.hold(self._pages)
+        self._session.touch()
         loop = asyncio.get_running_loop()
         self._flight = Flight(loop, self._level, lambda _: None)
         store.executor.attach(
@@ -1125,6 +1170,7 @@ class Prefetch:
             store.executor.detach(self._flight)
         if self._pages:
             store.tables.unhold([page for page in self._pages if page.state is not PageState.DEAD])
+            self._session.touch()
             store.prefetches.give(self._level, self._pages)
         store.executor.room_grew = True
         store.settle()

@@ -37,7 +37,6 @@ from kvstore.core.slots import Fence
 from kvstore.core.tables import PASSED, Match, Refusal, Tables
 from kvstore.devices.base import Device, DevicePool, Stream
 from kvstore.errors import (
-    CapacityError,
     ConfigError,
     GateBusy,
     KVStoreError,
@@ -49,7 +48,7 @@ from kvstore.errors import (
 )
 from kvstore.executor import Executor
 from kvstore.gate import Gate, GateTicket
-from kvstore.keys import Tokens, scope_key
+from kvstore.keys import BlockKey, Tokens, scope_key
 from kvstore.session import History, PrefetchBudget, RestoreQueue, Session
 from kvstore.stats import EngineStats, StoreStats
 from kvstore.tiers.device import DeviceTier
@@ -335,6 +334,8 @@ class KVStore:
         self._host: HostTier | None = None
         self._disk: DiskTier | None = None
         self._landing: list[HostPool] = []
+        self._staging: list[SlotLoans] = []
+        self._bounce: list[SlotLoans] = []
 
     # Opening.
 
@@ -416,9 +417,7 @@ class KVStore:
         counts[:] = tier.slot_counts
         _check_counts("gpu_cache_size", config, counts)
         if self._gate_words is not None and self.device.caps.memops64:
-            self.gate = Gate(
-                self.device, self._gate_words, streams_max=config.device.gated_streams
-            )
+            self.gate = Gate(self.device, self._gate_words, streams_max=config.device.gated_streams)
 
     def _host_pool(self, page_bytes: int) -> HostPool:
         factory = self._parts.memory or _make_arena
@@ -435,7 +434,6 @@ class KVStore:
                 await self._grow_pool(pool, count)
         slot_bytes = [cfg.slot_bytes(size) for size in sizes]
         staging = slot_counts(config.io.staging_bytes, config.pool_groups, slot_bytes)
-        self._staging, self._bounce = [], []
         for size, count in zip(sizes, staging, strict=True):
             needs_staging = Tier.DISK in self._levels
             for loans, slots in (
@@ -533,7 +531,9 @@ class KVStore:
                 fraction = str(config.disk.disk_protected_copy_fraction)
             levels.append(
                 core_spec.LevelSpec(
-                    tier=tier, slot_counts=tuple(level_counts), keep_copy=keep,
+                    tier=tier,
+                    slot_counts=tuple(level_counts),
+                    keep_copy=keep,
                     share_fraction=fraction,
                 )
             )
@@ -680,7 +680,7 @@ class KVStore:
 
     def _check_state(self) -> None:
         try:
-            from kvstore.core import invariants  # noqa: PLC0415  tests and debugging only
+            from kvstore.core import invariants
         except ImportError:
             return
         invariants.check_state(self.tables)
@@ -774,7 +774,9 @@ class KVStore:
             self.tables.fence_passed(fence)
             return
         self.tables.fence_enqueued(fence, wrapped)
-        self._device_tier.notify_event(wrapped, lambda status, *_: self._fence_passed(fence, status))
+        self._device_tier.notify_event(
+            wrapped, lambda status, *_: self._fence_passed(fence, status)
+        )
 
     def _fence_passed(self, fence: Fence, status: int) -> None:
         if status:
@@ -835,7 +837,11 @@ class KVStore:
         if oldest is not None and oldest.age_ns >= self.config.io.watchdog * 1e9:
             logger.warning(
                 "gate ticket (word %d, generation %d) is unpublished for %.1f s; %d restores behind "
-                "gates", oldest.word, oldest.generation, oldest.age_ns / 1e9, len(self._gated_busy),
+                "gates",
+                oldest.word,
+                oldest.generation,
+                oldest.age_ns / 1e9,
+                len(self._gated_busy),
             )
         self._arm_watchdog()
 
@@ -1036,8 +1042,10 @@ class KVStore:
             raise OutOfPages(
                 f"resize: level {plan.level}, pool group {plan.group}: "
                 f"{plan.needed} slots needed, {plan.available} available",
-                level=plan.level, pool_group=plan.group,
-                needed=plan.needed, available=plan.available,
+                level=plan.level,
+                pool_group=plan.group,
+                needed=plan.needed,
+                available=plan.available,
             )
         waits = []
         for group in smaller:
@@ -1064,8 +1072,13 @@ class KVStore:
             return
         assert self._host is not None
         pool = self._host.pools[group]
-        for run in pool.cut(count):
-            await self._blocking(lambda run=run: pool.release(run))
+        freed = pool.cut(count)
+
+        def release() -> None:
+            for run in freed:
+                pool.release(run)
+
+        await self._blocking(release)
 
     # Recovery and persistence.
 
@@ -1100,8 +1113,12 @@ class KVStore:
                 report.count_free("stale")
                 continue
             page = self.tables.recover(
-                group.index, one.slot_id, identity.key, identity.parent_key,
-                identity.block_index, identity.generation,
+                group.index,
+                one.slot_id,
+                BlockKey(identity.key),
+                BlockKey(identity.parent_key),
+                identity.block_index,
+                identity.generation,
             )
             if page is None:
                 report.count_free("duplicate")
@@ -1184,7 +1201,7 @@ class KVStore:
         if errors:
             raise BaseExceptionGroup("closing the store", errors)
 
-    async def _close_job(self, flush: bool) -> None:  # noqa: FBT001  start_soon takes no keywords
+    async def _close_job(self, flush: bool) -> None:
         assert self._closing is not None
         errors: list[BaseException] = []
         with anyio.CancelScope(shield=True):
@@ -1246,16 +1263,17 @@ class KVStore:
         """Wait until nothing of this store is in flight; False after the limit (INV-139)."""
         limit = self.config.io.drain_timeout
         is_drained = await self._wait_idle(limit)
-        if self._disk is not None and self.engine is not None:
-            for group in self._disk.groups:
-                for file_id in group.file_ids:
-                    engine = self.engine
-                    is_drained &= await _survive(
-                        lambda file_id=file_id: engine.drain(file_id, limit)
-                    )
+        if self._disk is not None:
+            for file_id in [one for group in self._disk.groups for one in group.file_ids]:
+                is_drained &= await self._drain_file(file_id, limit)
         if not is_drained:
             logger.error("closing: transfers never came back within %.1f s", limit)
         return is_drained
+
+    async def _drain_file(self, file_id: int, limit: float) -> bool:
+        engine = self.engine
+        assert engine is not None
+        return await _survive(lambda: engine.drain(file_id, limit))
 
     async def _wait_idle(self, limit: float) -> bool:
         executor = self.executor
@@ -1385,7 +1403,6 @@ class Drain:
         if self._future is None:
             self._future = self._loop.create_future()
         yield from asyncio.shield(self._future).__await__()
-
 
 
 @final

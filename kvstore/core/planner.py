@@ -54,7 +54,7 @@ class GroupPlan:
     unkept: set[Page] = field(default_factory=set)  # restores whose source is needed at once
     grow: int = 0
     priority: int = 0  # of the pages made for growth
-    arrivals: list[Page] = field(default_factory=list)  # on the host tier, in eviction order
+    arrivals: list[Page] = field(default_factory=list)  # of all levels, in eviction order
     writes: list[Page] = field(default_factory=list)
     write_class: IoClass = IoClass.BACKGROUND
     write_candidates: int = 0
@@ -269,8 +269,7 @@ class _Cascade:
                 return Refusal(level, self.group, need, available, self._never())
         gone = set(falling)
         gone.update(plan.drops)
-        if level == tables.spec.write_through_level:
-            plan.arrivals = [page for page in incoming if page not in gone and page.level == 0]
+        plan.arrivals.extend(page for page in incoming if page not in gone)
         for page in newcomers:
             if page not in gone:
                 plan.evicts.append((page, level))
@@ -291,8 +290,8 @@ class _Cascade:
         if refused:
             kept = set(admitted)
             self.plan.drops.extend(page for page in newcomers if page not in kept)
-            skipped = self.plan.skipped
-            skipped["admission"] = skipped.get("admission", 0) + refused
+            self.plan.write_candidates += refused
+            _skip(self.plan, "admission", refused)
         return admitted
 
     def _reclaim(self, level: int, count: int) -> int:
@@ -488,10 +487,14 @@ def _plan_write_through(tables: Transitions, groups: list[GroupPlan]) -> None:
         cap = min(cap, tables.engine_room_bytes - tables.unissued_background_bytes())
     for plan in groups:
         # INV-606: in the order of eviction. INV-616: a shadow taken back counts like a copied page.
-        candidates = [page for page in plan.arrivals if _is_writable(tables, page)]
+        staying = {page for page, level in plan.evicts if level == host}
+        staying.update(page for page, slot in plan.take_backs if slot.level == host)
+        candidates = [
+            page for page in plan.arrivals if page in staying and _is_writable(tables, page)
+        ]
         if not candidates:
             continue
-        plan.write_candidates = len(candidates)
+        plan.write_candidates += len(candidates)
         uses = tables.spec.selective_uses
         if uses is not None:
             admitted = [page for page in candidates if page.uses >= uses]
@@ -581,29 +584,30 @@ def _apply_group(
     for slot, end in plan.reclaims:
         if slot.page is not None and slot.pool.copies.has(slot):
             tables.end_copy(slot, end)
-    stamp = tables.next_stamp()
     for page, copy in plan.take_backs:
         if page.state is not PageState.DEAD:
-            _take_back(tables, page, copy, stamp)
+            _take_back(tables, page, copy)
     if resize is not None:
         # From here on slots above the new end are not handed out (INV-904).
         tables.pools[resize[0]][plan.group].begin_shrink(resize[1][plan.group])
     moves = _leave_sources(tables, plan)
-    inherited = _bind_targets(tables, plan, moves, applied, stamp)
+    inherited = _bind_targets(tables, plan, moves, applied)
+    _enter_queues(tables, plan)
     _break_cycles(moves, inherited)
     moves_and_fences = [(move, inherited[move][1]) for move, _level in moves]
-    moves_and_fences += _plan_writes(tables, plan)
+    written = _plan_writes(tables, plan)
+    moves_and_fences += written
     for move, fences in moves_and_fences:
         tables.schedule(move, fences)
         applied.moves.append(move)
-    _count(tables, plan)
+    _count(tables, plan, len(written))
 
 
-def _take_back(tables: Transitions, page: Page, copy: Slot, stamp: int) -> None:
+def _take_back(tables: Transitions, page: Page, copy: Slot) -> None:
     """Exchange the primary for the copy: no move, no write, no new slot (INV-411, INV-503)."""
     source = tables.unbind_primary(page)
     source.pool.evicted += 1
-    tables.take_back(page, copy, stamp)
+    tables.take_back(page, copy)
     tables.release(source)
     tables.note("moved", page)
 
@@ -620,7 +624,11 @@ def _leave_sources(tables: Transitions, plan: GroupPlan) -> list[tuple[Move, int
     for page in plan.relocates:
         if page.state is PageState.DEAD:
             continue
-        source = tables.unbind_primary(page)
+        relocated = page.primary
+        assert relocated is not None
+        page.detach(relocated)
+        relocated.pool.primaries -= 1
+        source = relocated
         move = _start_from(tables, page, MoveKind.RELOCATE, source, IoClass.REQUIRED)
         moves.append((move, source.level))
     for page, level in plan.restores:
@@ -653,7 +661,6 @@ def _bind_targets(
     plan: GroupPlan,
     moves: list[tuple[Move, int]],
     applied: Applied,
-    stamp: int,
 ) -> dict[Move, tuple[Slot | None, list[Fence]]]:
     """Hand out the slots: ready ones first, and of those first to the growing session."""
     device = tables.pools[0][plan.group]
@@ -675,8 +682,20 @@ def _bind_targets(
         slot.write = move
         move.target = slot
         tables.bind_primary(move.page, slot)
-        tables.enter_queue(move.page, stamp)
+        if move.kind is MoveKind.RELOCATE and move.source.lane is not None:
+            move.source.lane.replace(move.source, slot)  # it keeps its place in the queue
     return inherited
+
+
+def _enter_queues(tables: Transitions, plan: GroupPlan) -> None:
+    """Queue what has arrived on colder levels: as it fell, and prefetched pages tail first."""
+    stamp = tables.next_stamp()
+    for page in plan.arrivals:
+        if page.state is not PageState.DEAD:
+            tables.arrive(page, stamp)
+    for page, level in reversed(plan.restores):
+        if level and page.state is not PageState.DEAD:
+            tables.arrive(page, stamp)
 
 
 def _break_cycles(
@@ -731,11 +750,15 @@ def _plan_writes(tables: Transitions, plan: GroupPlan) -> list[tuple[Move, list[
     return written
 
 
-def _count(tables: Transitions, plan: GroupPlan) -> None:
+def _count(tables: Transitions, plan: GroupPlan, issued: int) -> None:
+    """Book the write-through of a plan: candidates = issued + skipped (INV-615)."""
     counters = tables.counters
-    counters.write_through_candidates += plan.write_candidates
-    if plan.write_class is IoClass.BACKGROUND:
-        counters.write_through_issued += len(plan.writes)
+    skipped = sum(plan.skipped.values())
+    counters.write_through_skipped += skipped
     for reason, count in plan.skipped.items():
-        counters.write_through_skipped += count
         counters.write_through_skipped_by[reason] += count
+    if plan.write_class is IoClass.BACKGROUND:
+        counters.write_through_issued += issued
+        # A page that ended with another one of this plan was no candidate after all.
+        ended = len(plan.writes) - issued
+        counters.write_through_candidates += plan.write_candidates - ended

@@ -113,6 +113,13 @@ class Lane:
         slot.prev = slot.next = slot.lane = None
         self.count -= 1
 
+    def replace(self, old: Slot, new: Slot) -> None:
+        """Put a slot into the place of another one."""
+        before, after = old.prev, old.next
+        before.next = after.prev = new  # type: ignore[union-attr]
+        new.prev, new.next, new.lane, new.stamp = before, after, self, old.stamp
+        old.prev = old.next = old.lane = None
+
     def __iter__(self) -> Iterator[Slot]:
         """Yield the slots, oldest first; the lane must not change meanwhile."""
         node = self.next

@@ -154,7 +154,48 @@ class Transitions:
         if not page.lock_count and not page.is_restoring:
             slot.pool.policy.insert(slot, stamp, is_held=page.hold_count > 0)
 
+    def requeue(self, page: Page) -> None:
+        """Queue a page that came back out of order, so that leaves still go first (INV-324).
+
+        Its place is just below its parent; if one of its children is newer than that, the page
+        counts as used now and its ancestors with it.
+        """
+        slot, parent = page.primary, page.parent
+        assert slot is not None
+        if page.lock_count or page.is_restoring:
+            return
+        policy = slot.pool.policy
+        above = parent.primary if parent is not None else None
+        if above is None or not policy.is_ordered or not self._is_peer(above, slot.pool):
+            self.enter_queue(page, self.next_stamp())
+            return
+        is_newer = any(
+            below is not None and self._is_peer(below, slot.pool) and below.stamp > above.stamp
+            for below in (child.primary for child in page.child_list())
+        )
+        if not is_newer and policy.insert_below(slot, above):
+            return
+        self.arrive(page, self.next_stamp())
+
+    def arrive(self, page: Page, stamp: int) -> None:
+        """Queue a page as the newest, and its ancestors on that level with it (INV-324)."""
+        self.enter_queue(page, stamp)
+        slot, parent = page.primary, page.parent
+        assert slot is not None
+        policy = slot.pool.policy
+        while parent is not None and parent.primary is not None and policy.is_ordered:
+            above = parent.primary
+            if above.stamp >= stamp or not self._is_peer(above, slot.pool):
+                return
+            policy.touch(above, stamp, is_held=parent.hold_count > 0)
+            parent = parent.parent
+
+    @staticmethod
+    def _is_peer(slot: Slot, pool: Pool) -> bool:
+        return slot.pool is pool and slot.lane is not None and slot.lane.owner is pool.policy
+
     def leave_queue(self, slot: Slot) -> None:
+        """Take the primary out of the eviction queue, if it is in."""
         if slot.lane is not None:
             slot.pool.policy.remove(slot)
 
@@ -193,15 +234,29 @@ class Transitions:
 
     def _promote_readers(self, slot: Slot) -> bool:
         """Promote the page's own writes that read a slot; tell whether there are any."""
-        is_read, page = False, slot.page
-        other = page.primary if page is not None else None
-        while other is not None:
-            move = other.write
-            if move is not None and move.source is slot and not move.is_detached:
+        is_read = False
+        if slot.page is not None:
+            for move in self._readers_of(slot.page, slot):
                 is_read = True
                 self.promote(move)
-            other = other.colder
         return is_read
+
+    @staticmethod
+    def _readers_of(page: Page, slot: Slot) -> list[Move]:
+        """Return the moves that read a slot so that the page gets its bytes, however indirectly.
+
+        A page may move on before an earlier move has ended; such moves form a chain.
+        """
+        readers: list[Move] = []
+        other = page.primary
+        while other is not None:
+            move = other.write
+            while move is not None and not move.is_detached:
+                if move.source is slot:
+                    readers.append(move)
+                move = move.source.write
+            other = other.colder
+        return readers
 
     def end_copy(self, slot: Slot, end: CopyEnd) -> None:
         """Give up a copy for good; its primary is not touched (INV-525)."""
@@ -219,8 +274,10 @@ class Transitions:
         slot.pool.copies.add(slot)
         slot.pool.kept += 1
 
-    def take_back(self, page: Page, copy: Slot, stamp: int) -> None:
+    def take_back(self, page: Page, copy: Slot) -> None:
         """Make the hottest copy the primary again, without moving data (INV-411, INV-503).
+
+        The caller queues the page for eviction.
 
         Callers guarantee: the page has no primary any more. A pending copy's write is promoted;
         nothing is written twice (INV-514).
@@ -233,7 +290,6 @@ class Transitions:
         if copy.write is not None:
             pool.reused_pending += 1  # part of reused (INV-806)
             self.promote(copy.write)
-        self.enter_queue(page, stamp)
 
     def is_returnable(self, page: Page, slot: Slot) -> bool:
         """Tell whether a draining slot still holds the page's data and is promised to nobody."""
@@ -286,14 +342,22 @@ class Transitions:
         else:
             slot.page = None
             self.release(slot)
-        self.enter_queue(page, self.next_stamp())
+        self.requeue(page)
 
     # -- moves and fences ---------------------------------------------------------------------
 
     def new_move(self, page: Page, kind: MoveKind, source: Slot, io_class: IoClass) -> Move:
-        """Make a move that reads its source from now on (INV-609)."""
+        """Make a move that reads its source from now on (INV-609).
+
+        It will wait for the write of its source, and for the step that may still write a device
+        source. That is noted here, because the slot may be promised before `schedule`.
+        """
         self._sequence += 1
         move = Move(page, kind, source, io_class, self._sequence)
+        if source.write is not None:
+            move.waits.append(source.write.target_fence)
+        if source.level == 0:
+            move.waits.extend(fence for fence in source.outstanding() if fence.is_kernel)
         source.add_reader(move.source_fence)
         self.moves[move] = None
         return move
@@ -301,18 +365,10 @@ class Transitions:
     def schedule(self, move: Move, inherited: list[Fence]) -> None:
         """Work out what the move waits for, and start it if that is nothing (INV-418).
 
-        It waits for the write of its source, for the step that may still write a device source,
-        and for every earlier use of its target.
+        It waits for its source (see `new_move`) and for every earlier use of its target.
         """
         source, target = move.source, move.target
-        fences: list[Fence] = []
-        if source.write is not None:
-            fences.append(source.write.target_fence)
-        if source.level == 0:
-            readers = source.readers
-            for fence in readers if isinstance(readers, list) else (readers,):
-                if fence is not None and fence.is_kernel:
-                    fences.append(fence)
+        fences, move.waits = move.waits, []
         if move.via_bounce:
             self._bounce_line[move.page.group].append(move)
             move.target_waits = inherited
@@ -431,7 +487,7 @@ class Transitions:
             self.outbox.cancel.append(move)
         if source.write is None or self._is_owned(source, page):
             return
-        if not any(slot.write is not None and slot.write.source is source for slot in page.slots):
+        if not self._readers_of(page, source):
             self.detach_move(source.write)
 
     @staticmethod
@@ -473,17 +529,10 @@ class Transitions:
         self.end_move(move)
         if move.is_detached or page.primary is not target:
             return
-        if move.kind is MoveKind.RESTORE and not page.lock_count:
-            self._queue_restored(page)
+        if move.kind is MoveKind.RESTORE:
+            self.requeue(page)
         if move.kind is not MoveKind.RELOCATE:
             self.note("moved", page)
-
-    def _queue_restored(self, page: Page) -> None:
-        slot, parent = page.primary, page.parent
-        assert slot is not None
-        above = parent.primary if parent is not None else None
-        if above is None or not slot.pool.policy.insert_below(slot, above):
-            self.enter_queue(page, self.next_stamp())
 
     def fail_move(self, move: Move, *, is_source_bad: bool) -> None:
         """The bytes will not come. The failure stays with this page (INV-419).
@@ -496,26 +545,21 @@ class Transitions:
             self.end_move(move)
             return
         page, source, target = move.page, move.source, move.target
+        move.is_detached = True
         self._void_readers(page, target)
-        if target.state is SlotState.WRITING and page.primary is not target:
-            move.is_detached = True
+        if target.pool.copies.has(target):
             self.end_copy(target, CopyEnd.FAILED)
-            self.end_move(move)
-            if page.primary is None:
-                self._fall_back(page)
-            return
-        if page.primary is target:
+        elif page.primary is target:
             self.unbind_primary(page)
             target.page = None
-        move.is_detached = True
         if is_source_bad:
             if source.page is page and page.slot_at(source.level) is source:
                 self.end_copy(source, CopyEnd.FAILED)
             elif source.page is page:
                 source.page = None
-        elif self.is_returnable(page, source):
+        elif not self._primary_is_real(page) and self.is_returnable(page, source):
             self.return_to(page, source)
-            self.enter_queue(page, self.next_stamp())
+            self.requeue(page)
         if target.state is SlotState.WRITING:
             target.pool.release(target)
         self.end_move(move)
@@ -527,7 +571,8 @@ class Transitions:
         if page.state is PageState.DEAD:
             return
         if page.primary is not None and not is_lost:
-            self.take_back(page, page.primary, self.next_stamp())
+            self.take_back(page, page.primary)
+            self.requeue(page)
         elif page.hold_count:
             self.lose(page)
         else:
@@ -537,15 +582,16 @@ class Transitions:
         """Undo the moves of the page that would have read bytes that never came."""
         for other in page.slots:
             move = other.write
-            if move is None or move.source is not slot or move.is_detached:
+            while move is not None and not move.is_detached and move.source is not slot:
+                move = move.source.write
+            if move is None or move.is_detached:
                 continue
-            self._void_readers(page, other)
-            if page.primary is other and not other.pool.copies.has(other):
+            if other.pool.copies.has(other):
+                self.end_copy(other, CopyEnd.FAILED)
+            else:
                 self.unbind_primary(page)
                 other.page = None
                 self.release(other)
-            else:
-                self.end_copy(other, CopyEnd.FAILED)
 
     # -- ends of pages ------------------------------------------------------------------------
 
@@ -642,9 +688,9 @@ class Transitions:
         target = self.unbind_primary(page)
         target.page = None
         if is_copy:
-            self.take_back(page, source, self.next_stamp())
+            self.take_back(page, source)
         else:
             self.return_to(page, source)
-            self.enter_queue(page, self.next_stamp())
+        self.requeue(page)
         self.release(target)
         return True

@@ -71,7 +71,9 @@ class DeviceTier:
             if tensors is None:
                 pool = self.device.create_pool(group.name, slot_count, group.page_bytes)
             elif group.name not in tensors:
-                raise ConfigError(f"tensors: no tensor for pool group {group.name}", field="tensors")
+                raise ConfigError(
+                    f"tensors: no tensor for pool group {group.name}", field="tensors"
+                )
             else:
                 pool = self.device.adopt_pool(
                     group.name, tensors[group.name], config.block_dim, group.page_bytes

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import errno
 import fcntl
 import os
 import stat
@@ -26,13 +25,14 @@ from typing import Any, NamedTuple, Protocol, final
 import numpy as np
 
 from kvstore import config as cfg
+from kvstore._uring import probe
 from kvstore._uring.base import (
     SUBMISSION_DTYPE,
     Completions,
     Engine,
     Opcode,
-    SubmitFlag,
     Submissions,
+    SubmitFlag,
     Ticket,
 )
 from kvstore.config import IoClass
@@ -133,12 +133,9 @@ def _bad_path(path: Path, why: str) -> ConfigError:
 
 @final
 class OsSlotFiles:
-    """The real file system. ``opener`` is the engine's probe for direct I/O (INV-130)."""
+    """The real file system; a real write and read decide about direct I/O (INV-130)."""
 
-    __slots__ = ("_opener",)
-
-    def __init__(self, opener: Callable[..., OpenFile] | None = None) -> None:
-        self._opener = opener or open_plain
+    __slots__ = ()
 
     def lock(self, directory: str) -> int:
         """Lock the directory itself, so that no lock file is left behind (INV-923)."""
@@ -171,17 +168,14 @@ class OsSlotFiles:
 
     def open(self, directory: str, name: str | None, size: int, direct: str) -> OpenFile:
         """Open through the probe; a file that cannot have its size is removed again."""
-        path = Path(directory) / (name or ".anonymous.slots")
+        path = Path(directory) / (name or "anonymous.slots")
         is_new = name is None or not path.exists()
         if name is not None and path.is_symlink():
             raise _bad_path(path, "is a symlink")
-        file = self._opener(
-            str(path), 0 if is_new else path.stat().st_size, direct=direct, create=is_new,
-            anonymous=name is None,
-        )
+        file = probe.open_slot_file(path, direct=direct, anonymous=name is None)
         try:
             _check_file(file, path)
-            if os.fstat(_any_fd(file)).st_size < size or is_new:
+            if os.fstat(_any_fd(file)).st_size < size:
                 self.resize(file, size)
         except BaseException:
             self.close(file)
@@ -191,26 +185,18 @@ class OsSlotFiles:
         return file
 
     def resize(self, file: OpenFile, size: int) -> None:
-        """Allocate in parts with fallocate mode 0, so that a write can never meet ENOSPC."""
+        """Allocate in parts, so that a write can never meet ENOSPC; or cut."""
         fd = _any_fd(file)
         start = os.fstat(fd).st_size
-        if size <= start and size:
+        if size <= start:
             os.ftruncate(fd, size)
+            return
         try:
-            for offset in range(0, size, ALLOCATE_PART_BYTES):
-                _allocate(fd, offset, min(ALLOCATE_PART_BYTES, size - offset))
-        except OSError as error:
+            for offset in range(start, size, ALLOCATE_PART_BYTES):
+                probe.allocate(fd, offset, min(ALLOCATE_PART_BYTES, size - offset))
+        except CapacityError:
             os.ftruncate(fd, start)
-            if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-                raise
-            room = os.fstatvfs(fd)
-            free = room.f_bavail * room.f_frsize
-            raise CapacityError(
-                f"disk_cache_size: {size - start} bytes needed, {free} free: {error.strerror}",
-                needed=size - start,
-                available=free,
-                errno=error.errno,
-            ) from error
+            raise
 
     def read(self, file: OpenFile, offset: int, length: int) -> bytes:
         """Read through whichever descriptor there is; direct needs an aligned buffer."""
@@ -241,33 +227,6 @@ class OsSlotFiles:
                 os.close(fd)
 
 
-class PlainFile(NamedTuple):
-    """An open slot file."""
-
-    direct_fd: int
-    buffered_fd: int
-    mode: str
-    reason: str
-
-
-def open_plain(
-    path: str, size_bytes: int, *, direct: str, create: bool, anonymous: bool
-) -> PlainFile:
-    """Open a slot file both ways; direct I/O is taken where the file system grants it."""
-    del size_bytes
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    buffered = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
-    direct_fd, reason = -1, "direct=off"
-    if direct != "off":
-        try:
-            direct_fd, reason = os.open(path, flags | os.O_DIRECT), ""
-        except OSError as error:
-            reason = f"O_DIRECT: {error.strerror}"
-    if anonymous:
-        os.unlink(path)
-    return PlainFile(direct_fd, buffered, "buffered" if direct_fd < 0 else "direct", reason)
-
-
 def _any_fd(file: OpenFile) -> int:
     return file.buffered_fd if file.buffered_fd >= 0 else file.direct_fd
 
@@ -280,19 +239,9 @@ def _check_file(file: OpenFile, path: Path) -> None:
         os.fchmod(_any_fd(file), 0o600)
 
 
-def _allocate(fd: int, offset: int, length: int) -> None:
-    while True:
-        try:
-            os.posix_fallocate(fd, offset, length)
-        except InterruptedError:
-            continue
-        else:
-            return
-
-
 def _aligned(length: int) -> memoryview:
     """Return an aligned writable buffer of at least ``length`` bytes."""
-    import mmap  # noqa: PLC0415  only this fallback needs it
+    import mmap
 
     return memoryview(mmap.mmap(-1, -(-length // 4096) * 4096))
 
@@ -347,8 +296,18 @@ class DiskGroup:
     """The files of one pool group and what the tier remembers about its slots."""
 
     __slots__ = (
-        "ends", "file_ids", "files", "generations", "index", "name", "page_bytes", "sequences",
-        "slot_bytes", "superblocks", "template", "touched",
+        "ends",
+        "file_ids",
+        "files",
+        "generations",
+        "index",
+        "name",
+        "page_bytes",
+        "sequences",
+        "slot_bytes",
+        "superblocks",
+        "template",
+        "touched",
     )
 
     def __init__(self, index: int, name: str, page_bytes: int) -> None:
@@ -736,8 +695,17 @@ class DiskTier:
 
 
 _NUMBER_FIELDS = (
-    "token", "address", "offset", "payload_bytes", "deadline_ns", "gate_generation", "gate_word",
-    "file_id", "io_class", "opcode", "flags",
+    "token",
+    "address",
+    "offset",
+    "payload_bytes",
+    "deadline_ns",
+    "gate_generation",
+    "gate_word",
+    "file_id",
+    "io_class",
+    "opcode",
+    "flags",
 )
 
 

@@ -63,10 +63,10 @@ MemoryFactory = Callable[[int, int, int | None], Memory]
 
 
 class Run(NamedTuple):
-    """Slots ``first`` to ``first + count`` of a pool, in one arena of their own."""
+    """Slots ``first`` to ``first + slot_count`` of a pool, in one arena of their own."""
 
     first: int
-    count: int
+    slot_count: int
     layout: HostLayout
     memory: Memory
 
@@ -105,7 +105,7 @@ class HostPool:
     @property
     def slot_count(self) -> int:
         """Slots mapped and registered."""
-        return self.runs[-1].first + self.runs[-1].count if self.runs else 0
+        return self.runs[-1].first + self.runs[-1].slot_count if self.runs else 0
 
     @property
     def mapped_bytes(self) -> int:
@@ -157,7 +157,7 @@ class HostPool:
         kept = [run for run in self.runs if run.first < slot_count]
         if kept:
             last = kept[-1]
-            kept[-1] = last._replace(count=min(last.count, slot_count - last.first))
+            kept[-1] = last._replace(slot_count=min(last.slot_count, slot_count - last.first))
         self.runs = kept
         return freed
 
@@ -190,7 +190,7 @@ class HostPool:
             yield self.runs[0].layout, list(range(len(slot_ids))), np.asarray(slot_ids, np.int32)
             return
         for run in self.runs:
-            end = run.first + run.count
+            end = run.first + run.slot_count
             positions = [i for i, slot_id in enumerate(slot_ids) if run.first <= slot_id < end]
             if positions:
                 local = np.array([slot_ids[i] - run.first for i in positions], np.int32)
@@ -198,7 +198,7 @@ class HostPool:
 
     def _run(self, slot_id: int) -> Run:
         for run in self.runs:
-            if run.first <= slot_id < run.first + run.count:
+            if run.first <= slot_id < run.first + run.slot_count:
                 return run
         raise IndexError(f"host slot {slot_id} is outside 0..{self.slot_count}")
 

@@ -31,6 +31,8 @@ class EvictionPolicy(Protocol):
 
     held_count: int
     droppable_count: int
+    #: Whether the stamps of a lane rise from its oldest slot to its newest.
+    is_ordered: bool
 
     def insert(self, slot: Slot, stamp: int, *, is_held: bool) -> None:
         """Take in a slot as the most recently used one."""
@@ -44,6 +46,7 @@ class EvictionPolicy(Protocol):
         """Take in a slot as just older than its parent's; False if the two do not queue together.
 
         Pages come back in any order; this keeps INV-324 for those nobody locks at once.
+        Callers guarantee: no child of the page is newer than the parent.
         """
         ...
 

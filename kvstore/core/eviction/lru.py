@@ -20,6 +20,8 @@ from kvstore.core.slots import Lane, Slot
 class LruPolicy:
     """See the module. Cost: O(1) per call, O(victims + excluded) per selection."""
 
+    is_ordered = True
+
     __slots__ = ("_droppable", "_held", "_priorities", "droppable_count", "held_count")
 
     def __init__(self) -> None:

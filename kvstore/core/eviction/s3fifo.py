@@ -26,6 +26,8 @@ _SMALL_SHARE = 10  # small may hold one in ten slots before it is drained first
 class S3FifoPolicy:
     """See the module. In main, ``slot.stamp`` is the number of rounds a page has left."""
 
+    is_ordered = False
+
     __slots__ = ("_held", "_main", "_small", "_small_target", "droppable_count", "held_count")
 
     def __init__(self, slot_count: int) -> None:
