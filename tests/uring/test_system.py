@@ -9,7 +9,6 @@ import resource
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -316,7 +315,12 @@ def test_a_named_engine_that_cannot_start_raises() -> None:
 
 def count(folder: str) -> int:
     """How many threads (``task``) or open files (``fd``) this process has."""
-    return len(os.listdir(f"/proc/self/{folder}"))
+    return len(entries(folder))
+
+
+def entries(folder: str) -> set[str]:
+    """Names below /proc/self."""
+    return {path.name for path in Path(f"/proc/self/{folder}").iterdir()}
 
 
 @pytest.mark.parametrize("threads", [-1, 257, 1.5, True])
@@ -351,23 +355,27 @@ def switches(tid: str) -> int:
     return int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
 
+def engine_threads() -> dict[str, int]:
+    """Voluntary context switches of every native thread of ours."""
+    found = {}
+    for tid in entries("task"):
+        name = Path(f"/proc/self/task/{tid}/comm").read_text(encoding="ascii").strip()
+        if name.startswith("kvs-"):
+            found[f"{name} {tid}"] = switches(tid)
+    return found
+
+
 async def test_an_idle_engine_wakes_nobody(open_rig: Any, native_kind: str) -> None:
     """INV-129: no thread of an idle engine is scheduled at all, before and after work."""
-    main = set(os.listdir("/proc/self/task"))
     async with open_rig(native_kind) as rig:
         rig.fill(0)
         assert await rig.write(0).end() == 0
         assert await rig.read(0).end() == 0
         await asyncio.sleep(0.05)
-        threads = set(os.listdir("/proc/self/task")) - main
-        names = {
-            Path(f"/proc/self/task/{tid}/comm").read_text(encoding="ascii").strip(): tid
-            for tid in threads
-        }
-        assert any(name.startswith("kvs-") for name in names)
-        before = {tid: switches(tid) for tid in threads}
-        time.sleep(1.0)
-        assert before == {tid: switches(tid) for tid in threads}
+        before = engine_threads()
+        assert before
+        await asyncio.sleep(1.0)
+        assert before == engine_threads()
 
 
 def test_the_probe_reports_what_works(tmp_path: Path) -> None:
@@ -407,7 +415,7 @@ def test_the_probe_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_refused_direct_io_falls_back_or_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """INV-130: refused at open, at the first write, or silently wrong: buffered, with the reason."""
+    """INV-130: refused at open, at the first write, or silently wrong: buffered, and why."""
     real_open, real_write = os.open, os.pwritev
 
     def open_(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
