@@ -8,10 +8,12 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstore import cli, doctor
+from kvstore._uring.probe import SystemProbe
 from kvstore.config import IoConfig
 from kvstore.exporters import jsonfile
 from kvstore.stats import EngineStats, PoolStats, StoreStats
@@ -215,6 +217,66 @@ def test_calibration_measures_and_leaves_nothing(
     assert proposal["inflight_bytes"] == 4 * proposal["background_inflight_bytes"]
     assert list(tmp_path.iterdir()) == []
     assert run("doctor", "--directory", tmp_path, "--calibrate", "--size", "16m")[0] == 0
+
+
+class FakeDriver:
+    """Two GPUs, of which the second cannot wait on 64-bit words."""
+
+    def __init__(self, _name: str = "", status: int = 0) -> None:
+        self.status = status
+
+    def cuInit(self, _flags: int) -> int:
+        return self.status
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = 2
+        return 0
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:
+        device._obj.value = index
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:
+        value._obj.value = int(attribute == 122 and device.value == 0)
+        return 0
+
+
+def test_doctor_asks_every_gpu_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ability to wait on 64-bit words is reported per device (INV-212)."""
+    monkeypatch.setattr(doctor.ctypes, "CDLL", FakeDriver)
+    checks = {check["name"]: check["status"] for check in doctor.check_cuda()}
+    assert checks["memops cuda:0"] == "ok"
+    assert checks["memops cuda:1"] == "warn"
+
+
+def test_doctor_lives_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No driver, or one that finds no GPU, is a finding and not an error."""
+
+    def refuse(_name: str) -> None:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(doctor.ctypes, "CDLL", refuse)
+    assert [check["status"] for check in doctor.check_cuda()] == ["missing"]
+    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: FakeDriver(name, 100))
+    assert [check["status"] for check in doctor.check_cuda()] == ["missing"]
+
+
+def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without io_uring, huge pages and memory lock gets a reason for each (INV-127)."""
+    probe = SystemProbe(
+        io_uring=False,
+        io_uring_reason="io_uring is not permitted (seccomp profile)",
+        registered_buffers_reason="no ring",
+        memlock_bytes=65536,
+        huge_pages=False,
+        huge_pages_setting="never",
+    )
+    monkeypatch.setattr(doctor, "_has_capability", lambda _number: False)
+    checks = {check["name"]: check for check in doctor.check_engine(probe)}
+    assert {check["status"] for check in checks.values()} == {"warn"}
+    assert "seccomp" in checks["io_uring"]["text"]
+    assert "ulimit -l" in checks["memlock"]["text"]
+    assert "never" in checks["huge pages"]["text"]
 
 
 def test_proposed_bounds_are_bandwidth_times_six_milliseconds() -> None:
