@@ -96,8 +96,8 @@ int kvs_workers_start(kvs_engine *engine) {
     int result = kvs_thread_start(&workers->clock, "kvs-clock", clock_main, engine);
     workers->clock_started = result == 0;
     while (result == 0 && workers->count < count) {
-        result = kvs_thread_start(&workers->threads[workers->count], "kvs-worker", worker_main,
-                                  engine);
+        result =
+            kvs_thread_start(&workers->threads[workers->count], "kvs-worker", worker_main, engine);
         workers->count += result == 0;
     }
     if (result != 0) { /* INV-126: what has started is stopped and joined */
