@@ -152,6 +152,7 @@ class _Cascade:
         target_level: int,
         *,
         shrink: tuple[int, int] | None = None,
+        trim: tuple[int, int] | None = None,
     ) -> None:
         self.tables = tables
         self.group = group
@@ -159,6 +160,7 @@ class _Cascade:
         self.target_level = target_level
         self.grow = grow
         self.shrink = shrink
+        self.trim = trim
         self.pools: list[Pool] = [level[group] for level in tables.pools]
         count = tables.level_count
         self.plan = GroupPlan(group, grow=grow, takes=[0] * count)
@@ -226,9 +228,9 @@ class _Cascade:
     def run(self) -> GroupPlan | Refusal:
         """Walk from the hottest level down; what does not fit falls to the next one."""
         incoming: list[Page] = []
-        first = self.shrink[0] if self.shrink is not None else 0
-        for level in range(first, self.tables.level_count):
-            if not incoming and not self.goal[level] and not self._is_shrinking(level):
+        for level in range(self.tables.level_count):
+            is_named = self._is_shrinking(level) or self._is_trimmed(level)
+            if not incoming and not self.goal[level] and not is_named:
                 continue
             outcome = self._level(level, incoming)
             if isinstance(outcome, Refusal):
@@ -239,6 +241,9 @@ class _Cascade:
 
     def _is_shrinking(self, level: int) -> bool:
         return self.shrink is not None and self.shrink[0] == level
+
+    def _is_trimmed(self, level: int) -> bool:
+        return self.trim is not None and self.trim[0] == level
 
     def _level(self, level: int, incoming: list[Page]) -> list[Page] | Refusal:
         """Place what falls onto a level; return what falls further (INV-405, INV-410)."""
@@ -256,6 +261,8 @@ class _Cascade:
         falling: list[Page] = []
         if self._is_shrinking(level):
             shortage = self._shrink_shortage(level)
+        elif self.trim is not None and self._is_trimmed(level):
+            shortage = self.trim[1] - self.free[level]
         else:
             shortage = need - self.free[level]
         if shortage > 0:
@@ -263,7 +270,7 @@ class _Cascade:
             make_room = self._make_room_last if is_last else self._make_room
             missing = make_room(level, shortage, newcomers, falling)
             if missing:
-                if self._is_shrinking(level):
+                if self._is_shrinking(level) or self._is_trimmed(level):
                     need = self.total[level] + missing
                 available = max(0, need - missing)
                 return Refusal(level, self.group, need, available, self._never())
@@ -403,7 +410,7 @@ class _Cascade:
 
     def _never(self) -> bool:
         """Tell whether an empty store could not serve the wish either (INV-335)."""
-        if self.shrink is not None:
+        if self.shrink is not None or self.trim is not None:
             return False
         wanted = sum(page is not None for page in self.wanted) + self.grow
         return wanted > self.total[self.target_level]
@@ -445,6 +452,24 @@ def plan_resize(tables: Transitions, level: int, slot_counts: Sequence[int]) -> 
             return planned
         groups.append(planned)
     return Plan(tables.version, groups, [], (level, tuple(slot_counts)))
+
+
+def plan_trim(tables: Transitions, level: int, free_counts: Sequence[int]) -> Plan | Refusal:
+    """Plan to have ``free_counts[group]`` free slots on a level before anybody asks for them.
+
+    For a store that evicts between two watermarks; the pages evicted can be recalled for as long
+    as their slots are promised to nobody (INV-330).
+    """
+    groups: list[GroupPlan] = []
+    for group, count in enumerate(free_counts):
+        if count <= tables.pools[level][group].free_count:
+            continue
+        planned = _Cascade(tables, group, (), (), 0, 0, trim=(level, count)).run()
+        if isinstance(planned, Refusal):
+            return planned
+        groups.append(planned)
+    _plan_write_through(tables, groups)
+    return Plan(tables.version, groups, [])
 
 
 def plan_flush(tables: Transitions) -> Plan:

@@ -301,6 +301,13 @@ class Tables(Transitions):
         """
         return self._refused(planner.plan_resize(self, level, slot_counts))
 
+    def plan_trim(self, level: int, free_counts: Sequence[int]) -> Plan | Refusal:
+        """Plan to have ``free_counts[group]`` free slots on a level ahead of use.
+
+        For eviction between two watermarks; pages recalled meanwhile come back for free (INV-330).
+        """
+        return self._refused(planner.plan_trim(self, level, free_counts))
+
     def plan_flush(self) -> Plan:
         """Plan to write committed pages to ready disk slots before a planned restart (INV-926)."""
         return planner.plan_flush(self)

@@ -340,8 +340,8 @@ class Transitions:
             page.attach(slot)
             self.make_copy(slot)
         else:
+            self.release(slot)  # a pending copy that reads it still gets its bytes
             slot.page = None
-            self.release(slot)
         self.requeue(page)
 
     # -- moves and fences ---------------------------------------------------------------------

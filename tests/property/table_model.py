@@ -612,6 +612,16 @@ class TableModel:
                 assert pool.copies.count <= before + pool.primaries
         self.pump()
 
+    def trim(self) -> None:
+        """Evict ahead of use, so that demotions can be recalled (INV-330)."""
+        level = self.draw(len(self.spec.levels))
+        plan = self.plan(
+            lambda: self.tables.plan_trim(level, [2] * len(self.spec.groups))
+        )
+        if isinstance(plan, Plan):
+            self.tables.apply(plan)
+            self.pump()
+
     def _check_resize_refusal(self, level: int, counts: list[int], refusal: Refusal) -> None:
         """A shrink is refused only if the held pages do not fit here and below (INV-902)."""
         group = refusal.group
@@ -639,8 +649,9 @@ class TableModel:
         ("fork", 2),
         ("prefetch", 5),
         ("resize", 3),
+        ("trim", 5),
         ("pass_kernel", 6),
-        ("run_move", 16),
+        ("run_move", 22),
     )
     WHEEL = tuple(name for name, weight in STEPS for _ in range(weight))
 
