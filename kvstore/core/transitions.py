@@ -98,6 +98,9 @@ class Counters:
         }
 
 
+_WAITING = (MoveState.PLANNED, MoveState.BOUNCED)
+
+
 class Transitions:
     """State and primitive steps; `kvstore.core.tables.Tables` is the face of it."""
 
@@ -534,17 +537,22 @@ class Transitions:
         if move.kind is not MoveKind.RELOCATE:
             self.note("moved", page)
 
-    def fail_move(self, move: Move, *, is_source_bad: bool) -> None:
+    def fail_move(
+        self, move: Move, *, is_source_bad: bool, is_stalled: bool = False
+    ) -> None:
         """The bytes will not come. The failure stays with this page (INV-419).
 
         A failed copy is detached (INV-516). A page returns to its source if that is still its
         own, else to a copy; without either a droppable page is dropped and a held one is lost
         (INV-911, INV-912). A bad source is neither kept nor returned to (INV-526, INV-913).
+        ``is_stalled``: pieces are still in flight, perhaps for ever; its slots wait for them.
         """
-        if move.is_detached:
-            self.end_move(move)
-            return
         page, source, target = move.page, move.source, move.target
+        if is_stalled:
+            move.source_fence.is_stalled = move.target_fence.is_stalled = True
+        if move.is_detached:
+            self._end_or_stall(move, is_stalled=is_stalled)
+            return
         move.is_detached = True
         self._void_readers(page, target)
         if target.pool.copies.has(target):
@@ -562,9 +570,28 @@ class Transitions:
             self.requeue(page)
         if target.state is SlotState.WRITING:
             target.pool.release(target)
-        self.end_move(move)
+        self._end_or_stall(move, is_stalled=is_stalled)
         if not self._primary_is_real(page):
             self._fall_back(page, is_lost=is_source_bad)
+
+    def _end_or_stall(self, move: Move, *, is_stalled: bool) -> None:
+        """End the move; or, if it may never end, let nothing wait for its slots (INV-119)."""
+        if not is_stalled:
+            self.end_move(move)
+            return
+        for slot in (move.source, move.target):
+            if move.source_fence in slot.outstanding() or slot.write is move:
+                slot.pool.stall(slot)
+        for fence in (move.source_fence, move.target_fence):
+            for dependent in list(fence.dependents or ()):
+                if isinstance(dependent, Move) and dependent.state in _WAITING:
+                    self.give_up(dependent)
+
+    def give_up(self, move: Move) -> None:
+        """Fail a move that waits for a slot that may never drain; its waiters plan again."""
+        if not move.is_detached:
+            self.outbox.resolved.append(move)
+        self.fail_move(move, is_source_bad=False)
 
     def _fall_back(self, page: Page, *, is_lost: bool = False) -> None:
         """The primary is gone: use the hottest copy, or end the page."""
