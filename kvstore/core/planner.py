@@ -206,8 +206,9 @@ class _Cascade:
         plan.restores.append((page, self.target_level))
         self.goal[self.target_level] += 1
         if tables.spec.levels[slot.level].keep_copy and page.state is PageState.COMMITTED:
-            self.kept[slot.level].append(page)
-        else:
+            if slot not in tables.stalled_sources:
+                self.kept[slot.level].append(page)
+        elif slot not in tables.stalled_sources:
             self.free[slot.level] += 1  # given back by a promoted page (INV-405)
 
     @property
@@ -216,12 +217,16 @@ class _Cascade:
         if self._excluded is None:
             self._excluded = {page.primary for page in self.wanted if page is not None}  # type: ignore[misc]
             self._excluded.update(slot for _page, slot in self.plan.recalls)
+            self._excluded.update(self.tables.stalled_sources)
         return self._excluded
 
     def _room_below(self, level: int) -> int:
         """Return how many held pages the colder levels can take, all else put out (INV-408)."""
         return sum(
-            self.total[below] - self.held[below] - self.goal[below]
+            self.total[below]
+            - len(self.pools[below].stalled)
+            - self.held[below]
+            - self.goal[below]
             for below in range(level + 1, self.tables.level_count)
         )
 
@@ -310,6 +315,7 @@ class _Cascade:
             return 0
         plan = self.plan
         taken = {slot for slot, _end in plan.reclaims}
+        taken.update(self.tables.stalled_sources)
         done = 0
         for slot in self.pools[level].copies.oldest(self.reserved[level]):
             if done == count:
@@ -420,9 +426,15 @@ class _Cascade:
     def _shrink_shortage(self, level: int) -> int:
         """Release all copies of the pool; return how many pages still do not fit (INV-903)."""
         pool = self.pools[level]
+        total = self.total[level]
         for slot in [*pool.copies.finished, *pool.copies.pending]:
             self.plan.reclaims.append((slot, CopyEnd.RESIZED))
-        return pool.primaries - self.total[level]
+        blocked = sum(slot.slot_id < total for slot in pool.stalled)
+        blocked += sum(
+            slot.pool is pool and slot.slot_id < total and pool.copies.has(slot)
+            for slot in self.tables.stalled_sources
+        )
+        return pool.primaries + blocked - total
 
     def _relocate(self, level: int, gone: set[Page]) -> None:
         """Move the pages that stay, but sit above the new end, inside the level (INV-903)."""

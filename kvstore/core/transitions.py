@@ -130,6 +130,8 @@ class Transitions:
         #: Set by the store when stores share an engine: room left under the engine's cap.
         self.engine_room_bytes: int | None = None
         self._unissued_bytes = 0
+        #: Owned slots that a transfer reads which may never end: they give no room (INV-119).
+        self.stalled_sources: dict[Slot, Move] = {}
         self.bounce_free = [spec.bounce_pages] * len(spec.groups)
         self._bounce_line: list[deque[Move]] = [deque() for _ in spec.groups]
         #: Whether holds and commits count uses: admission or a policy asks for them.
@@ -500,6 +502,8 @@ class Transitions:
     def end_move(self, move: Move) -> None:
         """No piece is in flight any more: pass both fences and repay what was charged."""
         state = move.state
+        if self.stalled_sources.get(move.source) is move:
+            del self.stalled_sources[move.source]
         move.set_state(MoveState.ENDED)
         del self.moves[move]
         if move.background_bytes:
@@ -582,6 +586,8 @@ class Transitions:
         for slot in (move.source, move.target):
             if move.source_fence in slot.outstanding() or slot.write is move:
                 slot.pool.stall(slot)
+                if slot.state is SlotState.VALID:
+                    self.stalled_sources[slot] = move
         for fence in (move.source_fence, move.target_fence):
             for dependent in list(fence.dependents or ()):
                 if isinstance(dependent, Move) and dependent.state in _WAITING:

@@ -208,6 +208,14 @@ class TableModel:
         elif how == "fail" and self.draw(4) == 0:
             how = "cancel"
         page = move.page
+        if how == "fail" and not move.is_detached and self.draw(4) == 0:
+            # The verdict is bad, yet a piece is still in flight; its end comes some time later.
+            self.running[move] = read
+            self.cancelled.add(move)
+            self.tables.move_stalled(move)
+            self.pump()
+            self._settle(page)
+            return
         if move.state is MoveState.STARTED:
             self.memory[place_of(move.target)] = GARBAGE
         if how == "done" and move.state is MoveState.STARTED:
@@ -425,6 +433,8 @@ class TableModel:
         self, rows: list[list[Page | None]], counts: list[int], refusal: Refusal
     ) -> None:
         """Compare a refusal with plain counting (INV-408)."""
+        if self._is_stalled():
+            return
         self.refusals += 1
         group = refusal.group
         wanted = {page for page in rows[group] if page is not None}
@@ -444,6 +454,11 @@ class TableModel:
         too_many = len(locked) + grow > device
         too_many |= len(locked) + grow + len(held) > everything
         assert too_many, f"INV-408: refused although counting says it fits: {refusal}"
+
+    def _is_stalled(self) -> bool:
+        """Tell whether a transfer may never end: its slots are out of every count (INV-119)."""
+        stalled = any(pool.stalled for level in self.tables.pools for pool in level)
+        return stalled or bool(self.tables.stalled_sources)
 
     def _truncate(self, session: Session) -> None:
         """Cut a session back to its last servable block after a loss (INV-335)."""
@@ -624,6 +639,8 @@ class TableModel:
 
     def _check_resize_refusal(self, level: int, counts: list[int], refusal: Refusal) -> None:
         """A shrink is refused only if the held pages do not fit here and below (INV-902)."""
+        if self._is_stalled():
+            return
         group = refusal.group
         held = [0] * len(self.spec.levels)
         for index, pools in enumerate(self.tables.pools):
@@ -685,7 +702,8 @@ class TableModel:
         now: dict[str, int] = {}
         for (level, group), stats in self.tables.snapshot().items():
             assert stats.total == stats.ready + stats.draining + stats.primaries + stats.copies
-            free = stats.ready + stats.draining
+            stalled = len(self.tables.pools[level][group].stalled)
+            free = stats.ready + stats.draining - stalled
             assert stats.available == free + stats.evictable + stats.copies, "INV-803"
             for name in stats.__slots__:
                 if name not in gauges and name != "retained_copies":
