@@ -37,7 +37,7 @@ def _resident_bytes() -> int:
 class _Bench:
     """Tables of one size, filled with prefixes of `PREFIX_PAGES` blocks."""
 
-    def __init__(self, page_count: int) -> None:
+    def __init__(self, page_count: int, host_prefixes: int) -> None:
         self.prefix_pages = min(PREFIX_PAGES, page_count // 4)
         self.page_count = page_count // self.prefix_pages * self.prefix_pages
         slack = 2 * self.prefix_pages
@@ -45,7 +45,7 @@ class _Bench:
             groups=(GroupSpec(name="full"),),
             levels=(
                 LevelSpec(tier=Tier.DEVICE, slot_counts=(self.page_count + slack,)),
-                LevelSpec(tier=Tier.HOST, slot_counts=(4 * self.prefix_pages,)),
+                LevelSpec(tier=Tier.HOST, slot_counts=(host_prefixes * self.prefix_pages,)),
                 LevelSpec(tier=Tier.DISK, slot_counts=(4 * self.prefix_pages,)),
             ),
             block_tokens=BLOCK_TOKENS,
@@ -134,7 +134,7 @@ class _Bench:
 def measure(page_count: int, repeats: int) -> dict[str, Any]:
     """Measure one size; return microseconds per page or block, bytes per page, longest call."""
     gc.collect()
-    bench = _Bench(page_count)
+    bench = _Bench(page_count, repeats + 1)
     before = _resident_bytes()
     known: list[list[BlockKey]] = []
     for _ in range(bench.page_count // bench.prefix_pages):

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from kvstore.core.transitions import Transitions
 
 
+_NO_FENCES: list[Fence] = []  # never changed
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Why a plan is not possible: what `OutOfPages` will say (INV-404).
@@ -714,7 +717,7 @@ def _bind_targets(
     inherited: dict[Move, tuple[Slot | None, list[Fence]]] = {}
     for move, level in moves:
         slot, old = tables.pools[level][plan.group].allocate()
-        inherited[move] = (old, slot.outstanding())
+        inherited[move] = (old, _NO_FENCES if old is None else slot.outstanding())
         slot.state = SlotState.WRITING
         slot.write = move
         move.target = slot

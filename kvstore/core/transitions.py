@@ -361,7 +361,7 @@ class Transitions:
         move = Move(page, kind, source, io_class, self._sequence)
         if source.write is not None:
             move.waits.append(source.write.target_fence)
-        if source.level == 0:
+        if source.level == 0 and source.readers is not None:
             move.waits.extend(fence for fence in source.outstanding() if fence.is_kernel)
         source.add_reader(move.source_fence)
         self.moves[move] = None
@@ -373,13 +373,13 @@ class Transitions:
         It waits for its source (see `new_move`) and for every earlier use of its target.
         """
         source, target = move.source, move.target
-        fences, move.waits = move.waits, []
+        fences = [*move.waits, *inherited] if not move.via_bounce else move.waits
+        move.waits = []
         if move.via_bounce:
             self._bounce_line[move.page.group].append(move)
             move.target_waits = inherited
             move.is_device_copy = source.level == 0
         else:
-            fences.extend(inherited)
             move.is_device_copy = source.level == 0 or target.level == 0
         for fence in fences:
             self._wait_for(move, fence)
