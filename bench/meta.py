@@ -136,9 +136,8 @@ def measure(page_count: int, repeats: int) -> dict[str, Any]:
     gc.collect()
     bench = _Bench(page_count, repeats + 1)
     before = _resident_bytes()
-    known: list[list[BlockKey]] = []
-    for _ in range(bench.page_count // bench.prefix_pages):
-        known.append(bench.session()[0])
+    prefixes = bench.page_count // bench.prefix_pages
+    known: list[list[BlockKey]] = [bench.session()[0] for _ in range(prefixes)]
     del_keys = sum(sys.getsizeof(keys) for keys in known)
     bytes_per_page = (_resident_bytes() - before - del_keys) / bench.page_count
     bench.holds_s.clear()
@@ -183,7 +182,7 @@ def measure(page_count: int, repeats: int) -> dict[str, Any]:
 @click.option(
     "--output-format", type=click.Choice(["normal", "json"]), default="normal", show_default=True
 )
-def command(pages: tuple[int, ...], repeats: int, no_gc: bool, output_format: str) -> None:  # noqa: FBT001
+def command(pages: tuple[int, ...], repeats: int, no_gc: bool, output_format: str) -> None:
     """Measure what match, plan, apply, commit, suspend and evict cost per page."""
     if no_gc:
         gc.disable()

@@ -226,10 +226,7 @@ class _Cascade:
     def _room_below(self, level: int) -> int:
         """Return how many held pages the colder levels can take, all else put out (INV-408)."""
         return sum(
-            self.total[below]
-            - len(self.pools[below].stalled)
-            - self.held[below]
-            - self.goal[below]
+            self.total[below] - len(self.pools[below].stalled) - self.held[below] - self.goal[below]
             for below in range(level + 1, self.tables.level_count)
         )
 
@@ -332,9 +329,7 @@ class _Cascade:
         return done
 
     def _unreserved(self, level: int) -> int:
-        return (
-            self.pools[level].copies.count - len(self.reserved[level]) + len(self.kept[level])
-        )
+        return self.pools[level].copies.count - len(self.reserved[level]) + len(self.kept[level])
 
     def _share_excess(self, level: int) -> int:
         """Return how many unreserved copies are above the share (INV-507, INV-508)."""
@@ -410,9 +405,7 @@ class _Cascade:
         return shortage
 
     def _select(self, pool: Pool, count: int, held_limit: int) -> list[Page]:
-        selection = pool.policy.select(
-            count, held_limit=max(0, held_limit), excluded=self.excluded
-        )
+        selection = pool.policy.select(count, held_limit=max(0, held_limit), excluded=self.excluded)
         if selection.passed_over:
             self.plan.selections.append((pool.policy, selection))
         return [slot.page for slot in selection.victims if slot.page is not None]

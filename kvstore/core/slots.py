@@ -409,9 +409,7 @@ class Pool:
                 del line[slot]
                 self.retiring[slot] = None
         free = dict.fromkeys(
-            slot_id
-            for slot_id in self.ready
-            if slot_id < total and self.handles[slot_id] is None
+            slot_id for slot_id in self.ready if slot_id < total and self.handles[slot_id] is None
         )
         self.ready = list(free)
         self.ready_count = len(free)

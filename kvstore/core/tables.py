@@ -93,8 +93,10 @@ class Tables(Transitions):
             slot = page.primary
             if slot is not None and slot.lane is not None:
                 slot.pool.policy.touch(slot, stamp, is_held=count > 0)
-            if not count and not page.lock_count and (
-                page.state is not PageState.COMMITTED or page.is_restoring
+            if (
+                not count
+                and not page.lock_count
+                and (page.state is not PageState.COMMITTED or page.is_restoring)
             ):
                 self.settle_unheld(page)
 
@@ -262,9 +264,7 @@ class Tables(Transitions):
 
     # -- planning -----------------------------------------------------------------------------
 
-    def plan_grow(
-        self, counts: Sequence[int], priority: int = DEFAULT_PRIORITY
-    ) -> Plan | Refusal:
+    def plan_grow(self, counts: Sequence[int], priority: int = DEFAULT_PRIORITY) -> Plan | Refusal:
         """Plan ``counts[group]`` new blocks on the device. Pure but for the refusal counter."""
         rows: tuple[tuple[Page, ...], ...] = ((),) * len(counts)
         return self._refused(planner.plan_restore(self, rows, counts, 0, priority))

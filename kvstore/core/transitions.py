@@ -541,9 +541,7 @@ class Transitions:
         if move.kind is not MoveKind.RELOCATE:
             self.note("moved", page)
 
-    def fail_move(
-        self, move: Move, *, is_source_bad: bool, is_stalled: bool = False
-    ) -> None:
+    def fail_move(self, move: Move, *, is_source_bad: bool, is_stalled: bool = False) -> None:
         """The bytes will not come. The failure stays with this page (INV-419).
 
         A failed copy is detached (INV-516). A page returns to its source if that is still its

@@ -222,7 +222,9 @@ class TableModel:
             if read is None:
                 read = self._read(move)
             if not move.is_detached:
-                assert page not in self.content or read == self.content[page], f"INV-418: {move} read {read}"
+                assert page not in self.content or read == self.content[page], (
+                    f"INV-418: {move} read {read}"
+                )
             self.memory[place_of(move.target)] = read
             self.tables.move_done(move)
         elif how == "cancel" or (how == "done" and move.state is MoveState.BOUNCING):
@@ -270,9 +272,9 @@ class TableModel:
         for uses in self.kernels.values():
             for page, place, symbol in uses:
                 is_here = page.primary is not None and place_of(page.primary) == place
-                if page in mine and is_here and self.memory.get(place) == GARBAGE:
-                    if self.content.get(page) == symbol:
-                        self.memory[place] = symbol
+                is_late = page in mine and is_here and self.memory.get(place) == GARBAGE
+                if is_late and self.content.get(page) == symbol:
+                    self.memory[place] = symbol
 
     # -- kernels ------------------------------------------------------------------------------
 
@@ -341,10 +343,9 @@ class TableModel:
             if self.memory.get(place) == GARBAGE and page.state is PageState.FILLING:
                 if self.content.get(page) == symbol:
                     self.memory[place] = symbol
-            elif page.state is not PageState.FILLING:
-                if not symbol.startswith("fill"):
-                    found = self.memory.get(place)
-                    assert found == symbol, f"INV-224: {place} reused before its step ended"
+            elif page.state is not PageState.FILLING and not symbol.startswith("fill"):
+                found = self.memory.get(place)
+                assert found == symbol, f"INV-224: {place} reused before its step ended"
         if fence in self.step_uses:
             self.step_uses.remove(fence)
         self.tables.fence_passed(fence)
@@ -500,11 +501,13 @@ class TableModel:
     def commit(self) -> None:
         """Commit the first filled block of an active session."""
         session = self._pick(
-            lambda one: one.is_active
-            and one.committed < min(len(one.rows[0]), len(one.path))
-            and all(
-                row[one.committed] is not None and row[one.committed] in self.content
-                for row in one.rows
+            lambda one: (
+                one.is_active
+                and one.committed < min(len(one.rows[0]), len(one.path))
+                and all(
+                    row[one.committed] is not None and row[one.committed] in self.content
+                    for row in one.rows
+                )
             )
         )
         if session is None or not self._may_write(session):
@@ -519,9 +522,7 @@ class TableModel:
             symbol = f"key{session.salt}{session.path[: block + 1]}g{group}"
             assert page.primary is not None
             self.memory[place_of(page.primary)] = symbol
-            used = self.tables.commit(
-                page, key, parent, block, self.draw(3), parent_key=parent_key
-            )
+            used = self.tables.commit(page, key, parent, block, self.draw(3), parent_key=parent_key)
             if used is not page:
                 self.content.pop(page, None)
             known = self.content.get(used)
@@ -630,9 +631,7 @@ class TableModel:
     def trim(self) -> None:
         """Evict ahead of use, so that demotions can be recalled (INV-330)."""
         level = self.draw(len(self.spec.levels))
-        plan = self.plan(
-            lambda: self.tables.plan_trim(level, [2] * len(self.spec.groups))
-        )
+        plan = self.plan(lambda: self.tables.plan_trim(level, [2] * len(self.spec.groups)))
         if isinstance(plan, Plan):
             self.tables.apply(plan)
             self.pump()

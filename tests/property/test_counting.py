@@ -67,10 +67,7 @@ def test_refused_exactly_when_the_counts_say_so(shape: tuple[int, ...], keep: bo
                     tables, held = build(shape, kinds, keep)
                     row = held[:wanted]
                     plan = tables.plan_restore((row,), (grow,))
-                    fits = (
-                        len(row) + grow <= shape[0]
-                        and len(held) + grow <= sum(shape)
-                    )
+                    fits = len(row) + grow <= shape[0] and len(held) + grow <= sum(shape)
                     assert isinstance(plan, Plan) == fits, (kinds, wanted, grow, plan)
                     compared += 1
                     refused += not fits

@@ -45,7 +45,7 @@ class TableMachine(RuleBasedStateMachine):
     """
 
     @initialize(data=st.data(), seed=st.integers(0, 2**32))
-    def start(self, data: st.DataObject, seed: int) -> None:  # noqa: ARG002
+    def start(self, data: st.DataObject, seed: int) -> None:
         # One generator per run, seeded by hypothesis: a draw per choice would be far too slow.
         self.generator = random.Random(seed)
         self.model = table_model.TableModel(self.generator.randrange)

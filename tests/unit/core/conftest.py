@@ -134,7 +134,9 @@ class Driver:
                     share_fraction=share_disk,
                 )
             )
-        self.spec = TablesSpec(groups=tuple(groups), levels=tuple(levels), block_tokens=4, **options)
+        self.spec = TablesSpec(
+            groups=tuple(groups), levels=tuple(levels), block_tokens=4, **options
+        )
         self.tables = Tables(self.spec)
         self.running: list[Move] = []
         self.started: list[Move] = []

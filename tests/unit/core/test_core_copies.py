@@ -75,7 +75,7 @@ def test_taking_back_writes_nothing_and_takes_no_slot(make: Any) -> None:
 
 @pytest.mark.parametrize("fraction", ["0.0", "0.25", "1.0"])
 def test_reclaim_order_follows_the_share(make: Any, fraction: str) -> None:
-    """INV-504 to INV-508: above the share copies go first, inside it only after disk-only pages."""
+    """INV-504, INV-506, INV-508: above the share copies go first, inside it disk-only pages."""
     driver = make(4, None, 8, keep_disk=True, share_disk=fraction)
     driver.put("a", 4)
     down(driver, "a", 4)
@@ -371,9 +371,7 @@ def test_copies_balance_whatever_is_switched_on(
     make: Any, keep_host: bool, keep_disk: bool, write_through: bool
 ) -> None:
     """INV-805, INV-806, INV-614: created = ended + retained now, for all settings."""
-    driver = make(
-        3, 8, 24, keep_host=keep_host, keep_disk=keep_disk, write_through=write_through
-    )
+    driver = make(3, 8, 24, keep_host=keep_host, keep_disk=keep_disk, write_through=write_through)
     for turn in range(16):
         driver.put("abcdef"[turn % 6], 3)
         driver.get("abcdef"[(turn + 5) % 6], 3)
@@ -417,3 +415,44 @@ def test_option_detectors(make: Any) -> None:
         for driver in (off, through)
     ]
     assert required[1] < required[0]
+
+
+def test_error_cleanup_skips_a_shadow_that_is_bound(make: Any) -> None:
+    """INV-710, INV-523, INV-524: a recall that fails leaves its shadow with the page, once."""
+    driver = make(2, 4, None, keep_host=True)
+    driver.put("a", 2)
+    down(driver, "a", 2)
+    session = driver.open("a", 2).start()
+    shadows = [page.slot_at(1) for page in session.pages]
+    driver.end(session.pages[0].move, "failed")
+    page = session.pages[0]
+    assert (page.primary, page.level) == (shadows[0], 1)
+    assert driver.stats(1).copies == 1
+    driver.finish_all()
+    assert session.pages[1].slot_at(1) is shadows[1]
+    session.resume().close()
+    assert driver.stats(1).ready == 2
+
+
+def test_snapshot_costs_levels_times_groups(make: Any) -> None:
+    """INV-813, INV-801, INV-802, INV-803: one frozen record per pool, without a look at pages."""
+    driver = make(4, 4, 8, keep_host=True, keep_disk=True)
+    for turn in range(6):
+        driver.put("abc"[turn % 3], 3)
+
+    class Untouchable(list):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            raise AssertionError("a snapshot walks no slots")
+
+    for level in driver.tables.pools:
+        for pool in level:
+            pool.handles = Untouchable(pool.handles)
+    snapshot = driver.tables.snapshot()
+    assert set(snapshot) == {(0, 0), (1, 0), (2, 0)}
+    for stats in snapshot.values():
+        free = stats.ready + stats.draining
+        assert stats.total == free + stats.primaries + stats.copies
+        assert stats.available == free + stats.evictable + stats.copies
+        assert stats.retained_copies == stats.copies
+    with pytest.raises(AttributeError):
+        snapshot[0, 0].total = 1

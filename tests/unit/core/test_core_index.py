@@ -245,7 +245,7 @@ def test_brute_force_agrees_on_random_windows(make: Any, block_key: Any) -> None
         if generator.random() < 0.3:
             driver.tables.drop(driver.page("a", generator.randrange(7), 0))
 
-        def servable(length: int) -> bool:
+        def servable(length: int, driver: Any = driver) -> bool:
             for group, spec in enumerate(driver.spec.groups):
                 for block in range(length):
                     is_sink = block * 4 < spec.sinks

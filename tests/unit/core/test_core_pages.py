@@ -173,8 +173,9 @@ def test_partial_tail_is_private_and_written_in_full_every_time(make: Any) -> No
         session.resume()
         assert [slot.level for slot in page.slots] == [0]
         session.suspend()
-    assert not any(move.kind is MoveKind.WRITE_THROUGH for move in driver.started
-                   if move.page is page)
+    assert not any(
+        move.kind is MoveKind.WRITE_THROUGH for move in driver.started if move.page is page
+    )
     session.close()
 
 

@@ -84,8 +84,13 @@ def test_a_refusal_says_what_is_missing(make: Any) -> None:
     never = driver.tables.plan_grow((4,))
     assert isinstance(never, Refusal)
     assert never.never
-    error = OutOfPages("no room", level=refusal.level, pool_group=refusal.group,
-                       needed=refusal.needed, available=refusal.available)
+    error = OutOfPages(
+        "no room",
+        level=refusal.level,
+        pool_group=refusal.group,
+        needed=refusal.needed,
+        available=refusal.available,
+    )
     assert (error.needed, error.available) == (2, 1)
     session.close()
 

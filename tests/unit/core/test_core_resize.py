@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from kvstore.config import Tier
 from kvstore.core.page import MoveKind, PageState
 from kvstore.core.planner import Plan, Refusal
 from kvstore.core.spec import LevelSpec
-from kvstore.config import Tier
 from kvstore.errors import ConfigError, LogicError
 
 
