@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 ALLOCATE_PART_BYTES = 1 << 30
 SCAN_SLOTS = 256
-NO_DEADLINE = 2**64 - 1
 
 
 class OpenFile(Protocol):
