@@ -55,6 +55,7 @@ class GroupPlan:
     relocates: list[Page] = field(default_factory=list)
     restores: list[tuple[Page, int]] = field(default_factory=list)
     unkept: set[Page] = field(default_factory=set)  # restores whose source is needed at once
+    withdrawn: set[Page] = field(default_factory=set)  # recalls whose write is not kept either
     grow: int = 0
     priority: int = 0  # of the pages made for growth
     arrivals: list[Page] = field(default_factory=list)  # of all levels, in eviction order
@@ -175,6 +176,7 @@ class _Cascade:
         self.goal[0] = grow
         self.held = [pool.policy.held_count for pool in self.pools]
         self.kept: list[list[Page]] = [[] for _ in range(count)]
+        self.written: list[list[Page]] = [[] for _ in range(count)]
         self.reserved: list[dict[Slot, Page]] = [{} for _ in range(count)]
         self._excluded: set[Slot] | None = None
         for page in absent:
@@ -192,14 +194,9 @@ class _Cascade:
             # INV-330: the hotter slot still holds the data; it is draining and was counted free.
             plan.recalls.append((page, recalled))
             self.free[recalled.level] -= 1
-            is_kept = (
-                slot.write is not None
-                and slot.write.source is recalled
-                and tables.spec.levels[slot.level].keep_copy
-                and tables.tiers[slot.level] is Tier.DISK
-                and page.state is PageState.COMMITTED
-            )
-            if not is_kept:
+            if tables.keeps_recalled(page, recalled):
+                self.written[slot.level].append(page)
+            else:
                 self.free[slot.level] += 1
             if recalled.level <= self.target_level:
                 if page.hold_count:
@@ -323,13 +320,18 @@ class _Cascade:
             if slot not in taken:
                 plan.reclaims.append((slot, CopyEnd.RECLAIMED))
                 done += 1
-        while done < count and self.kept[level]:
-            plan.unkept.add(self.kept[level].pop(0))
-            done += 1
+        for fresh, given_up in (
+            (self.kept[level], plan.unkept),
+            (self.written[level], plan.withdrawn),
+        ):
+            while done < count and fresh:
+                given_up.add(fresh.pop(0))
+                done += 1
         return done
 
     def _unreserved(self, level: int) -> int:
-        return self.pools[level].copies.count - len(self.reserved[level]) + len(self.kept[level])
+        fresh = len(self.kept[level]) + len(self.written[level])
+        return self.pools[level].copies.count - len(self.reserved[level]) + fresh
 
     def _share_excess(self, level: int) -> int:
         """Return how many unreserved copies are above the share (INV-507, INV-508)."""
@@ -608,7 +610,7 @@ def _apply_group(
         policy.commit(selection)
     for page, source in plan.recalls:
         if page.primary is not None:
-            tables.recall(page, source)
+            tables.recall(page, source, is_kept=page not in plan.withdrawn)
             if source.level == 0:
                 applied.recalled.append(page)
     for page in plan.drops:

@@ -325,23 +325,29 @@ class Transitions:
             slot = source
         return best
 
-    def recall(self, page: Page, source: Slot) -> None:
+    def keeps_recalled(self, page: Page, source: Slot) -> bool:
+        """Tell whether a recall would leave the write it interrupts running, as a copy."""
+        slot = page.primary
+        return (
+            slot is not None
+            and slot.write is not None
+            and slot.write.source is source
+            and self.spec.levels[slot.level].keep_copy
+            and self.tiers[slot.level] is Tier.DISK
+            and page.state is PageState.COMMITTED
+        )
+
+    def recall(self, page: Page, source: Slot, *, is_kept: bool = True) -> None:
         """Undo a demotion: the page goes back to the slot that still holds the data (INV-330).
 
         The target is given up and its write cancelled, unless the disk tier keeps copies and the
         page is committed: then the running write becomes a pending copy.
         """
         self.counters.recalled_demotions += 1
+        is_kept = is_kept and self.keeps_recalled(page, source)
         slot = self.unbind_primary(page)
-        move = slot.write
-        assert move is not None
         self.return_to(page, source)
-        if (
-            move.source is source
-            and self.spec.levels[slot.level].keep_copy
-            and self.tiers[slot.level] is Tier.DISK
-            and page.state is PageState.COMMITTED
-        ):
+        if is_kept:
             page.attach(slot)
             self.make_copy(slot)
         else:
