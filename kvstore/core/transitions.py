@@ -234,15 +234,29 @@ class Transitions:
 
     def _promote_readers(self, slot: Slot) -> bool:
         """Promote the page's own writes that read a slot; tell whether there are any."""
-        is_read, page = False, slot.page
-        other = page.primary if page is not None else None
-        while other is not None:
-            move = other.write
-            if move is not None and move.source is slot and not move.is_detached:
+        is_read = False
+        if slot.page is not None:
+            for move in self._readers_of(slot.page, slot):
                 is_read = True
                 self.promote(move)
-            other = other.colder
         return is_read
+
+    @staticmethod
+    def _readers_of(page: Page, slot: Slot) -> list[Move]:
+        """Return the moves that read a slot so that the page gets its bytes, however indirectly.
+
+        A page may move on before an earlier move has ended; such moves form a chain.
+        """
+        readers: list[Move] = []
+        other = page.primary
+        while other is not None:
+            move = other.write
+            while move is not None and not move.is_detached:
+                if move.source is slot:
+                    readers.append(move)
+                move = move.source.write
+            other = other.colder
+        return readers
 
     def end_copy(self, slot: Slot, end: CopyEnd) -> None:
         """Give up a copy for good; its primary is not touched (INV-525)."""
@@ -473,7 +487,7 @@ class Transitions:
             self.outbox.cancel.append(move)
         if source.write is None or self._is_owned(source, page):
             return
-        if not any(slot.write is not None and slot.write.source is source for slot in page.slots):
+        if not self._readers_of(page, source):
             self.detach_move(source.write)
 
     @staticmethod
