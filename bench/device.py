@@ -1,4 +1,4 @@
-"""``kvstore-bench device``: copies, gate and event bridge of a GPU, B1 to B14, as JSON and a table."""
+"""``kvstore-bench device``: copies, gate and event bridge of a GPU, B1 to B14, as JSON or table."""
 
 from __future__ import annotations
 
@@ -41,8 +41,14 @@ def describe(device: Any) -> dict[str, Any]:
 
 
 def measure(
-    device: Any, ring: GateRing, directory: Path, *, names: tuple[str, ...], quick: bool,
-    limit_s: float, save: Any,
+    device: Any,
+    ring: GateRing,
+    directory: Path,
+    *,
+    names: tuple[str, ...],
+    quick: bool,
+    limit_s: float,
+    save: Any,
 ) -> dict[str, Any]:
     """Run the measurements in order until the time is up; ``save`` is called after each."""
     arena = Arena(ARENA_BYTES if not quick else 320 * MIB)
@@ -59,7 +65,7 @@ def measure(
         start = time.perf_counter()
         try:
             bench.results[name] = ALL[name](bench)
-        except Exception as error:  # one broken measurement must not cost the others
+        except Exception as error:  # noqa: BLE001  (one broken measurement must not cost the others)
             bench.results[name] = {"error": f"{type(error).__name__}: {error}"}
             ring.publish_all(-5)
         bench.results[name]["took_s"] = round(time.perf_counter() - start, 2)
@@ -90,15 +96,29 @@ def show(results: dict[str, Any]) -> Table:
 @click.option("--device", "name", default="cuda:0", show_default=True, help="cuda or cuda:N.")
 @click.option("--only", default="", help="Comma-separated ids, such as B1,B7; default: all.")
 @click.option("--quick", is_flag=True, help="Fewer repetitions and smaller areas.")
-@click.option("--directory", type=click.Path(file_okay=False, path_type=Path), default=None,
-              help="Where B12 makes its slot files; default: a temporary folder.")
+@click.option(
+    "--directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=None,
+    help="Where B12 makes its slot files; default: a temporary folder.",
+)
 @click.option("--time-limit", default=600.0, show_default=True, help="Seconds for all of it.")
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), default=None,
-              help="Write the JSON here after each measurement.")
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=None,
+    help="Write the JSON here after each measurement.",
+)
 @click.option("--output-format", type=click.Choice(["normal", "json"]), default="normal")
 def command(
-    name: str, only: str, directory: Path | None, time_limit: float, output: Path | None,
-    output_format: str, *, quick: bool,
+    name: str,
+    only: str,
+    directory: Path | None,
+    time_limit: float,
+    output: Path | None,
+    output_format: str,
+    *,
+    quick: bool,
 ) -> None:
     """Measure copies, gates and the event bridge of a GPU (B1 to B14)."""
     names = tuple(only.split(",")) if only else tuple(ALL)
@@ -129,8 +149,9 @@ def command(
 
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         try:
-            results = measure(device, ring, Path(folder), names=names, quick=quick,
-                              limit_s=time_limit, save=save)
+            results = measure(
+                device, ring, Path(folder), names=names, quick=quick, limit_s=time_limit, save=save
+            )
         finally:
             ring.publish_all(-125)
             device.close()

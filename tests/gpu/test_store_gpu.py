@@ -45,7 +45,7 @@ async def _serve(store: Any, torch: Any, number: int, *, gated: bool) -> int:
         pages = [pool[int(table[block])].reshape(-1).clone() for block in range(cached)]
         torch.cuda.current_stream().synchronize()
         if gated:
-            await restore
+            await restore.ready()
         restore.raise_for_status()
         for block, page in enumerate(pages):
             want = pattern(f"{number}.{block}", PAGE_BYTES)
