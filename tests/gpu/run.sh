@@ -46,18 +46,18 @@ for part in $parts; do
     case $part in
     env) run env 60 "$python" tests/gpu/environment.py "$out/env.json" ;;
     contract)
-        run contract "${CONTRACT_S:-60}" bash -c "$python -m pytest tests/unit/device -m gpu -q -rs \
+        run contract "${CONTRACT_S:-60}" bash -c "set -o pipefail; $python -m pytest tests/unit/device -m gpu -q -rs \
             -o filterwarnings=default -p no:cacheprovider --timeout 40 2>&1 | tee '$out/contract.log'"
         ;;
     tests)
         export KVSTORE_GPU_RECORD=$out/record.jsonl KVSTORE_GPU_SCALE=${SCALE:-20}
-        run tests "${TESTS_S:-270}" bash -c "$python -m pytest tests/gpu -v -rs --durations 8 \
+        run tests "${TESTS_S:-270}" bash -c "set -o pipefail; $python -m pytest tests/gpu -v -rs --durations 8 \
             -o filterwarnings=default -p no:cacheprovider --timeout 90 ${PYTEST_ARGS:-} 2>&1 \
             | tee '$out/tests.log'"
         ;;
     bench)
         limit=${BENCH_S:-190}
-        run bench "$limit" bash -c "$python -m kvstore_bench device --output '$out/bench.json' \
+        run bench "$limit" bash -c "set -o pipefail; $python -m kvstore_bench device --output '$out/bench.json' \
             --time-limit $((limit - 45)) --directory '${BENCH_DIR:-/tmp}' ${BENCH_ARGS:-} 2>&1 \
             | tee '$out/bench.log'"
         ;;
