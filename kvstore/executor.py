@@ -38,7 +38,6 @@ from kvstore.core.tables import Tables
 from kvstore.devices.base import CopyDirection, Stream
 from kvstore.errors import DeviceError, KVStoreError, StoreClosed
 from kvstore.gate import GateTicket
-from kvstore.tiers import disk as disk_tier
 from kvstore.tiers import disk_format
 from kvstore.tiers.device import CopyBatch, DeviceTier
 from kvstore.tiers.disk import DiskTier, Transfer
@@ -67,6 +66,7 @@ class Flight:
         "_loop",
         "_on_done",
         "_on_page",
+        "deadline_at",
         "failed",
         "is_cancelled",
         "level",
@@ -86,7 +86,14 @@ class Flight:
         self.open_count: dict[int, int] = {}  # by pool group
         self.failed: dict[Page, int] = {}
         self.is_cancelled = False
+        self.deadline_at = 0.0  # loop time; 0: every transfer has the default deadline
         self.timer: asyncio.TimerHandle | None = None
+
+    def set_deadline(self, deadline_at: float, expire: Callable[[Flight], None]) -> None:
+        """Call ``expire`` at a time of the loop, unless everything has ended by then."""
+        self.deadline_at = deadline_at
+        if not self.is_done:
+            self.timer = self._loop.call_at(deadline_at, expire, self)
 
     @property
     def is_done(self) -> bool:
@@ -175,6 +182,7 @@ class _Job:
         "landing",
         "loans",
         "move",
+        "stall_timer",
         "started",
         "status",
         "transfer",
@@ -192,6 +200,7 @@ class _Job:
         self.is_ended = False  # no piece of its disk transfer is in flight
         self.copies_open = 0
         self.started = 0.0
+        self.stall_timer: asyncio.TimerHandle | None = None
 
     def give_back(self) -> None:
         """Return the landing slot."""
@@ -248,6 +257,7 @@ class Executor:
         on_failure: Callable[[BaseException], None],
         after_turn: Callable[[], None],
         offload: Callable[[Callable[..., Any], tuple[Any, ...], Callable[[int], None]], None],
+        stall_s: float,
     ) -> None:
         self._loop = loop
         self._tables = tables
@@ -261,6 +271,7 @@ class Executor:
         self._on_failure = on_failure
         self._after_turn = after_turn
         self._offload = offload
+        self._stall_s = stall_s
         self.jobs: dict[Move, _Job] = {}
         self._waiters: dict[Page, list[Flight]] = {}
         self._transfers: list[tuple[_Job, Transfer]] = []
@@ -270,6 +281,8 @@ class Executor:
         }
         self._copy_slots: dict[_Job, tuple[int, int]] = {}
         self._is_flush_scheduled = False
+        self._landless: dict[_Job, None] = {}  # jobs that wait for a landing slot
+        self._landing_timer: asyncio.TimerHandle | None = None
         self.on_idle: list[Callable[[], None]] = []
         self.on_event: Callable[[Any], None] | None = None
         self.on_shrunk: Callable[[list[tuple[int, int]]], None] = lambda _: None
@@ -373,15 +386,38 @@ class Executor:
     def _land(self, job: _Job, loans: SlotLoans) -> None:
         job.loans = loans
 
-        def taken(slot_id: int) -> None:
-            if job.is_cancelled:
-                loans.give(slot_id)
-                return
+        def taken(slot_id: int) -> bool:
+            if job.move not in self.jobs:
+                return False
             job.landing = slot_id
+            self._landless.pop(job, None)
             self._pull(job)
             self._schedule_flush()
+            return True
 
+        self._landless[job] = None
         loans.take(taken)
+        if self._landless and self._landing_timer is None:
+            self._watch_landing()
+
+    def _watch_landing(self) -> None:
+        """Fail those who wait for landing slots when none comes back any more (INV-119).
+
+        Slots that transfers never gave back would otherwise keep every later move waiting.
+        """
+        given = [loans.given_count for loans in (*self._staging, *self._bounce)]
+
+        def check() -> None:
+            self._landing_timer = None
+            now = [loans.given_count for loans in (*self._staging, *self._bounce)]
+            if now == given:
+                stuck, self._landless = list(self._landless), {}
+                for job in stuck:
+                    self._end(job, DEADLINE)
+            if self._landless:
+                self._watch_landing()
+
+        self._landing_timer = self._loop.call_later(self._stall_s, self._guarded, check)
 
     def _pull(self, job: _Job) -> None:
         """Bring the bytes from the source into the landing slot."""
@@ -579,10 +615,19 @@ class Executor:
             callback=lambda status, flags, _: self._guarded(
                 self._transferred, job, transfer, status, flags
             ),
-            # The waiters of a read have deadlines of their own, and the latest wins (INV-336).
-            deadline_ns=disk_tier.NO_DEADLINE if opcode is Opcode.READ else 0,
+            deadline_ns=self._deadline_ns(page) if opcode is Opcode.READ else 0,
         )
         self._transfers.append((job, transfer))
+
+    def _deadline_ns(self, page: Page) -> int:
+        """Return the latest deadline of those who wait, if it is later than the default (INV-336).
+
+        An earlier one ends that wait only. 0 is the engine's default.
+        """
+        latest = max((flight.deadline_at for flight in self._waiters.get(page, ())), default=0.0)
+        if latest <= self._loop.time() + self._stall_s:
+            return 0
+        return round(latest * 1e9)
 
     def _flush_transfers(self) -> None:
         batch, self._transfers = self._transfers, []
@@ -603,10 +648,29 @@ class Executor:
         if flags & VERDICT:
             job.status = status
             if not flags & END and status != OK:
-                self._tell_waiters(job, status)
+                self._early_verdict(job, status)
         if flags & END:
             self._count_transfer(job, transfer)
             self._transfer_ended(job)
+
+    def _early_verdict(self, job: _Job, status: int) -> None:
+        """The waiters hear it at once; pieces are in flight, so slots and memory stay (INV-119).
+
+        After a deadline nothing may wait for these slots any more. A cancelled transfer usually
+        ends soon: it gets as long again before it counts as stalled.
+        """
+        self._tell_waiters(job, status)
+        if status == CANCELLED:
+            job.stall_timer = self._loop.call_later(self._stall_s, self._guarded, self._stall, job)
+        else:
+            self._stall(job)
+
+    def _stall(self, job: _Job) -> None:
+        job.stall_timer = None
+        if job.move in self.jobs and not job.is_gated:
+            logger.warning("a disk transfer does not come back: %r", job.move)
+            self._tables.move_stalled(job.move)
+            self.room_grew = True
 
     def _count_transfer(self, job: _Job, transfer: Transfer) -> None:
         byte_count = self.page_bytes[transfer.group] if job.status == OK else 0
@@ -659,15 +723,21 @@ class Executor:
         if self.jobs.pop(move, None) is None:
             return
         job.is_ended = True
+        is_withdrawn = job.is_cancelled or move.page.move is not move
+        self._landless.pop(job, None)
+        if job.stall_timer is not None:
+            job.stall_timer.cancel()
         if status == OK:
             self._tables.move_done(move)
         elif status == CANCELLED and job.is_cancelled:
             self._tables.move_cancelled(move)
+        elif job.loans is not None and job.landing < 0:
+            self._tables.move_failed(move, status, is_source_bad=False)
         else:
             self._tables.move_failed(move, status)
         job.give_back()
         self.room_grew = True
-        self.review(move.page, status)
+        self.review(move.page, OK if is_withdrawn else status)
         if not self.jobs:
             callbacks, self.on_idle = self.on_idle, []
             for callback in callbacks:
@@ -690,7 +760,12 @@ class Executor:
                 flight.fail(page, status or RETRY)
 
     def _tell_waiters(self, job: _Job, status: int) -> None:
-        """Tell the waiters the verdict at once; the slot stays with the move until its end."""
+        """Tell the waiters the verdict at once; the slot stays with the move until its end.
+
+        A move that was withdrawn has none: who waits for its page now waits for another move.
+        """
+        if job.is_cancelled or job.move.page.move is not job.move:
+            return
         for flight in self._waiters.pop(job.move.page, ()):
             flight.fail(job.move.page, status)
 

@@ -298,14 +298,19 @@ class Restore:
 class _Waiting:
     """One restore in the queue."""
 
-    __slots__ = ("future", "pages", "session")
+    __slots__ = ("deadline_at", "future", "pages", "session")
 
     def __init__(
-        self, session: Session, pages: list[Page], future: asyncio.Future[Started]
+        self,
+        session: Session,
+        pages: list[Page],
+        future: asyncio.Future[Started],
+        deadline_at: float | None,
     ) -> None:
         self.session = session
         self.pages = pages
         self.future = future
+        self.deadline_at = deadline_at
 
 
 @dataclass(slots=True)
@@ -352,11 +357,13 @@ class RestoreQueue:
         """Restores that wait for slots."""
         return len(self._waiting)
 
-    def start_now(self, session: Session, pages: list[Page]) -> Started | Refusal | None:
+    def start_now(
+        self, session: Session, pages: list[Page], deadline_at: float | None
+    ) -> Started | Refusal | None:
         """Start a restore if nobody older waits and it fits; None: it is not its turn."""
         if self._waiting:
             return None
-        return self._start(session, pages)
+        return self._start(session, pages, deadline_at)
 
     async def start(
         self, session: Session, pages: list[Page], *, wait: bool, deadline_at: float | None
@@ -366,13 +373,13 @@ class RestoreQueue:
         Cancellation: leaves the queue. Raises: OutOfPages: it never fits, or ``wait`` is False.
         DeadlineError: the deadline passed before its turn came.
         """
-        started = self.start_now(session, pages)
+        started = self.start_now(session, pages, deadline_at)
         if isinstance(started, Started):
             return started
         if not wait or (started is not None and started.never):
             raise _out_of_pages(started)
         self.waited_count += 1
-        waiting = _Waiting(session, pages, self._loop.create_future())
+        waiting = _Waiting(session, pages, self._loop.create_future(), deadline_at)
         self._waiting.append(waiting)
         timer = None
         if deadline_at is not None:
@@ -402,7 +409,7 @@ class RestoreQueue:
             if head.future.done():
                 self._waiting.popleft()
                 continue
-            started = self._start(head.session, head.pages)
+            started = self._start(head.session, head.pages, head.deadline_at)
             if isinstance(started, Started):
                 head.future.set_result(started)
             elif started is not None and started.never:
@@ -426,7 +433,9 @@ class RestoreQueue:
             self._waiting.remove(waiting)
         self.pump()
 
-    def _start(self, session: Session, pages: list[Page]) -> Started | Refusal | None:
+    def _start(
+        self, session: Session, pages: list[Page], deadline_at: float | None
+    ) -> Started | Refusal | None:
         tables = self._store.tables
         pages = [page for page in pages if page.state is not PageState.DEAD]
         need = [0] * len(self.budgets)
@@ -447,6 +456,8 @@ class RestoreQueue:
         self._store.executor.attach(
             flight, (page for page in pages if not session.has_locked(page))
         )
+        if deadline_at is not None:
+            flight.set_deadline(deadline_at, self._store.executor.expire)
         self.started_count += 1
         for group, count in enumerate(need):
             self._open[group] += count
@@ -608,7 +619,7 @@ class Session:
                     self, wanted, wait=wait, deadline_at=deadline_at
                 )
             self._end_prefetches()  # our flight waits for their transfers now
-            await self._await_flight(started.flight, deadline_at)
+            await self._await_flight(started.flight)
             self._take_failures(started.flight, restore, is_own_deadline=deadline is not None)
             started = None
             if self._state is not SessionState.RESTORING:
@@ -616,17 +627,13 @@ class Session:
             self.store.check_open()
         raise LogicError("resume: the pages of this session do not come to rest")
 
-    async def _await_flight(self, flight: Flight, deadline_at: float | None) -> None:
+    async def _await_flight(self, flight: Flight) -> None:
         if flight.is_done:
             return
-        if deadline_at is None:
-            deadline_at = self._now() + self.store.config.io.deadline
-        executor = self.store.executor
-        flight.timer = asyncio.get_running_loop().call_at(deadline_at, executor.expire, flight)
         try:
             await flight.wait()
         except BaseException:
-            executor.detach(flight)
+            self.store.executor.detach(flight)
             raise
 
     def _take_failures(self, flight: Flight, restore: Restore, *, is_own_deadline: bool) -> None:
@@ -774,7 +781,8 @@ class Session:
         lease = self.store.take_gate(None if stream is None else self._stream)
         if lease is None:
             return None
-        started = self.store.restores.start_now(self, wanted)
+        deadline_at = None if deadline is None else self._now() + deadline
+        started = self.store.restores.start_now(self, wanted, deadline_at)
         if not isinstance(started, Started):
             lease.end((), is_fallback=True)
             return None

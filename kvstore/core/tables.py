@@ -93,8 +93,10 @@ class Tables(Transitions):
             slot = page.primary
             if slot is not None and slot.lane is not None:
                 slot.pool.policy.touch(slot, stamp, is_held=count > 0)
-            if not count and not page.lock_count and (
-                page.state is not PageState.COMMITTED or page.is_restoring
+            if (
+                not count
+                and not page.lock_count
+                and (page.state is not PageState.COMMITTED or page.is_restoring)
             ):
                 self.settle_unheld(page)
 
@@ -262,9 +264,7 @@ class Tables(Transitions):
 
     # -- planning -----------------------------------------------------------------------------
 
-    def plan_grow(
-        self, counts: Sequence[int], priority: int = DEFAULT_PRIORITY
-    ) -> Plan | Refusal:
+    def plan_grow(self, counts: Sequence[int], priority: int = DEFAULT_PRIORITY) -> Plan | Refusal:
         """Plan ``counts[group]`` new blocks on the device. Pure but for the refusal counter."""
         rows: tuple[tuple[Page, ...], ...] = ((),) * len(counts)
         return self._refused(planner.plan_restore(self, rows, counts, 0, priority))
@@ -300,6 +300,13 @@ class Tables(Transitions):
         Raises: ValueError: the device tier, or a size below one slot (INV-905).
         """
         return self._refused(planner.plan_resize(self, level, slot_counts))
+
+    def plan_trim(self, level: int, free_counts: Sequence[int]) -> Plan | Refusal:
+        """Plan to have ``free_counts[group]`` free slots on a level ahead of use.
+
+        For eviction between two watermarks; pages recalled meanwhile come back for free (INV-330).
+        """
+        return self._refused(planner.plan_trim(self, level, free_counts))
 
     def plan_flush(self) -> Plan:
         """Plan to write committed pages to ready disk slots before a planned restart (INV-926)."""
@@ -363,6 +370,17 @@ class Tables(Transitions):
         self._check_running(move)
         self.version += 1
         self.fail_move(move, is_source_bad=False)
+
+    def move_stalled(self, move: Move) -> None:
+        """The verdict is bad, but a piece may be in flight for ever (INV-119, INV-205).
+
+        The page is served or lost as after `move_failed`; the slots of the move are handed out to
+        nobody until its end is reported as usual, and what waited for them is given up.
+        """
+        self._check_running(move)
+        self.version += 1
+        is_read = self.tiers[move.source.level] is Tier.DISK and not move.is_source_released
+        self.fail_move(move, is_source_bad=is_read, is_stalled=True)
 
     def _check_running(self, move: Move) -> None:
         if move.state is not MoveState.STARTED and move.state is not MoveState.BOUNCING:
@@ -520,7 +538,7 @@ class Tables(Transitions):
             (pool.level, pool.group): PoolStats(
                 total=pool.total,
                 ready=pool.ready_count,
-                draining=len(pool.draining),
+                draining=len(pool.draining) + len(pool.stalled),
                 primaries=pool.primaries,
                 copies=pool.copies.count,
                 evictable=self.evictable_count(pool.level, pool.group),

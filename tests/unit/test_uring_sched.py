@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -132,7 +133,7 @@ def test_an_aged_background_write_takes_one_dispatch_in_eight() -> None:
     """INV-104: while reads wait, background takes at most one dispatch in eight."""
     order = waiting(40, 0, 10).order(40)
     turns = [index for index, letter in enumerate(order) if letter == "B"]
-    assert all(later - earlier >= 8 for earlier, later in zip(turns, turns[1:], strict=False))
+    assert all(later - earlier >= 8 for earlier, later in pairwise(turns))
     assert len(turns) == 5
 
 
@@ -152,7 +153,7 @@ def test_the_turn_of_background_comes_although_required_is_aged() -> None:
     """INV-105: required first, unless the turn of background is due; turns are never reset."""
     order = waiting(60, 60, 60).order(40)
     turns = [index for index, letter in enumerate(order) if letter == "B"]
-    assert [later - earlier for earlier, later in zip(turns, turns[1:], strict=False)] == [8] * 4
+    assert [later - earlier for earlier, later in pairwise(turns)] == [8] * 4
 
 
 def test_turns_are_counted_over_bursts_of_reads() -> None:
@@ -163,7 +164,7 @@ def test_turns_are_counted_over_bursts_of_reads() -> None:
         driver.add(READ)
         order += driver.order(5)
     turns = [index for index, letter in enumerate(order) if letter == "B"]
-    gaps = [later - earlier for earlier, later in zip(turns, turns[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(turns)]
     assert len(turns) >= 6
     assert all(8 <= gap <= 9 for gap in gaps)
 

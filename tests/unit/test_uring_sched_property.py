@@ -141,7 +141,7 @@ class Model:
             assert stats.issued_bytes + stats.promoted_in_bytes == ended + there
         if len(self.history) >= 2 and self.reads_waited[-1]:  # INV-104
             before, last = self.history[-2:]
-            assert last.io_class == READ or before.io_class == READ
+            assert READ in {last.io_class, before.io_class}
 
 
 @settings(max_examples=150, deadline=None)

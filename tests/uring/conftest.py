@@ -219,9 +219,17 @@ class Rig:
         """Put one write into the device that stays there; with `NARROW` all else is queued."""
         hold = self.inject("hold")
         transfer = self.write(slot, flags=SubmitFlag(0))
-        while not self.engine.stats().classes[IoClass.REQUIRED].inflight_bytes:
-            await asyncio.sleep(0.001)
+        await self.until_in_device(IoClass.REQUIRED)
         return hold, transfer
+
+    async def until_in_device(self, io_class: IoClass, pieces: int = 1) -> None:
+        """Wait until that many pieces of a class have been dispatched and one is in the device."""
+        for _ in range(5000):
+            counts = self.engine.stats().classes[io_class]
+            if counts.inflight_bytes and counts.pieces >= pieces:
+                return
+            await asyncio.sleep(0.001)
+        raise AssertionError("nothing reached the device")
 
     async def aclose(self) -> None:
         await self.engine.aclose()
@@ -241,7 +249,7 @@ OpenRig = Callable[..., AbstractAsyncContextManager[Rig]]
 
 @pytest.fixture
 def open_rig(tmp_path: Path) -> OpenRig:
-    """A factory: ``async with open_rig(kind, config) as rig``."""
+    """Return a factory of rigs, to be used with ``async with``."""
 
     @contextlib.asynccontextmanager
     async def factory(

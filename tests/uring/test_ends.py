@@ -76,7 +76,7 @@ async def test_cancelling_a_transfer_partly_in_the_device(
 
 
 async def test_cancelling_what_is_over_does_nothing(open_rig: Any, kind: str) -> None:
-    """INV-118: a late or repeated cancel returns False, and never hits the next user of the slot."""
+    """INV-118: a late cancel returns False, and never hits the next user of the slot."""
     async with open_rig(kind) as rig:
         first = rig.write(0)
         assert await first.end() == 0
@@ -348,7 +348,7 @@ async def test_a_cancelled_close_still_closes(open_rig: Any, native_kind: str) -
 
 
 async def test_two_queues_share_an_engine(open_rig: Any, native_kind: str) -> None:
-    """INV-122, INV-123: each store has its own queue; the cap and the queues of pieces are shared."""
+    """INV-122, INV-123: each store has its own queue; cap and piece queues are shared."""
     async with open_rig(native_kind) as rig:
         second = CompletionQueue(asyncio.get_running_loop())
         mine = rig.submit([rig.record(Opcode.WRITE, slot) for slot in range(8)])

@@ -142,8 +142,7 @@ async def test_several_transfers_progress_at_once(open_rig: Any) -> None:
         async with open_rig(engine_kind) as rig:
             hold = rig.inject("hold", count=2)
             held = [rig.write(slot, flags=SubmitFlag(0)) for slot in (0, 1)]
-            while rig.engine.stats().classes[IoClass.REQUIRED].pieces < 2:
-                await asyncio.sleep(0.001)
+            await rig.until_in_device(IoClass.REQUIRED, pieces=2)
             assert await rig.write(2).end() == 0
             hold.release()
             assert [0, 0] == [await transfer.end() for transfer in held]
