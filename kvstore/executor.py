@@ -725,6 +725,7 @@ class Executor:
         if self.jobs.pop(move, None) is None:
             return
         job.is_ended = True
+        is_withdrawn = job.is_cancelled or move.page.move is not move
         self._landless.pop(job, None)
         if job.stall_timer is not None:
             job.stall_timer.cancel()
@@ -738,7 +739,7 @@ class Executor:
             self._tables.move_failed(move, status)
         job.give_back()
         self.room_grew = True
-        self.review(move.page, status)
+        self.review(move.page, OK if is_withdrawn else status)
         if not self.jobs:
             callbacks, self.on_idle = self.on_idle, []
             for callback in callbacks:
@@ -761,7 +762,12 @@ class Executor:
                 flight.fail(page, status or RETRY)
 
     def _tell_waiters(self, job: _Job, status: int) -> None:
-        """Tell the waiters the verdict at once; the slot stays with the move until its end."""
+        """Tell the waiters the verdict at once; the slot stays with the move until its end.
+
+        A move that was withdrawn has none: who waits for its page now waits for another move.
+        """
+        if job.is_cancelled or job.move.page.move is not job.move:
+            return
         for flight in self._waiters.pop(job.move.page, ()):
             flight.fail(job.move.page, status)
 
