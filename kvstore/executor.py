@@ -183,7 +183,6 @@ class _Job:
         "loans",
         "move",
         "stall_timer",
-        "started",
         "status",
         "transfer",
     )
@@ -199,7 +198,6 @@ class _Job:
         self.is_told = False
         self.is_ended = False  # no piece of its disk transfer is in flight
         self.copies_open = 0
-        self.started = 0.0
         self.stall_timer: asyncio.TimerHandle | None = None
 
     def give_back(self) -> None:
@@ -281,6 +279,7 @@ class Executor:
         }
         self._copy_slots: dict[_Job, tuple[int, int]] = {}
         self._is_flush_scheduled = False
+        self.is_closing = False
         self._landless: dict[_Job, None] = {}  # jobs that wait for a landing slot
         self._landing_timer: asyncio.TimerHandle | None = None
         self.on_idle: list[Callable[[], None]] = []
@@ -358,10 +357,13 @@ class Executor:
         if job is not None:  # second start of a bounced move: from the bounce slot to the target
             assert move.via_bounce
             assert move.state is MoveState.STARTED
-            self._push(job)
+            self._push(job)  # also while closing: the bounce slot ends with the job
             return
         job = self.jobs[move] = _Job(move)
-        job.started = self._loop.time()
+        if self.is_closing:
+            job.is_cancelled = True
+            self._end(job, CANCELLED)
+            return
         source, target = self._tiers[move.source.level], self._tiers[move.target.level]
         if move.via_bounce:
             self._land(job, self._bounce[move.page.group])
@@ -723,6 +725,7 @@ class Executor:
         if self.jobs.pop(move, None) is None:
             return
         job.is_ended = True
+        is_withdrawn = job.is_cancelled or move.page.move is not move
         self._landless.pop(job, None)
         if job.stall_timer is not None:
             job.stall_timer.cancel()
@@ -736,7 +739,7 @@ class Executor:
             self._tables.move_failed(move, status)
         job.give_back()
         self.room_grew = True
-        self.review(move.page, status)
+        self.review(move.page, OK if is_withdrawn else status)
         if not self.jobs:
             callbacks, self.on_idle = self.on_idle, []
             for callback in callbacks:
@@ -759,7 +762,12 @@ class Executor:
                 flight.fail(page, status or RETRY)
 
     def _tell_waiters(self, job: _Job, status: int) -> None:
-        """Tell the waiters the verdict at once; the slot stays with the move until its end."""
+        """Tell the waiters the verdict at once; the slot stays with the move until its end.
+
+        A move that was withdrawn has none: who waits for its page now waits for another move.
+        """
+        if job.is_cancelled or job.move.page.move is not job.move:
+            return
         for flight in self._waiters.pop(job.move.page, ()):
             flight.fail(job.move.page, status)
 
@@ -838,7 +846,8 @@ class Executor:
             flight.abandon()
 
     def cancel_all(self) -> None:
-        """Withdraw every transfer that is open; the store is closing (INV-908)."""
+        """Withdraw every transfer that is open and start no other; the store is closing (INV-908)."""
+        self.is_closing = True
         self.abandon_waiters()
         for move in list(self.jobs):
             self._withdraw(move)

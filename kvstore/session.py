@@ -594,6 +594,9 @@ class Session:
             started = self._start_gated(restore, stream, deadline) if gated else None
             if not restore.is_gated:
                 await self._run_restore(restore, started, wait=wait, deadline=deadline)
+            await anyio.lowlevel.checkpoint()  # a loop of resident resumes lets others run
+            if self._state is not SessionState.RESTORING:
+                raise LogicError("resume: the session was closed meanwhile")
         except BaseException:
             self._back_to_suspended()
             raise
@@ -950,7 +953,7 @@ class Session:
     async def aclose(self) -> None:
         """Give up every page; a second call does nothing (INV-332)."""
         self.close()
-        await anyio.lowlevel.checkpoint_if_cancelled()
+        await anyio.lowlevel.checkpoint()
 
     def close(self, fence: Any = None) -> None:
         """As `aclose`, at once. ``fence`` as in `suspend`."""
@@ -1090,6 +1093,8 @@ class Session:
     ) -> None:
         """Close the session on every way out."""
         self.close()
+        if kind is None:
+            await anyio.lowlevel.checkpoint()
 
     def __del__(self) -> None:
         """Warn of a session that was dropped open; the store is not touched (INV-311)."""
