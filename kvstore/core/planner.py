@@ -179,6 +179,7 @@ class _Cascade:
         self.written: list[list[Page]] = [[] for _ in range(count)]
         self.reserved: list[dict[Slot, Page]] = [{} for _ in range(count)]
         self._excluded: set[Slot] | None = None
+        self.stalled = tables.stalled_slots() if tables.stalled_moves else set()
         for page in absent:
             self._want(page)
 
@@ -193,10 +194,10 @@ class _Cascade:
         if recalled is not None:
             # INV-330: the hotter slot still holds the data; it is draining and was counted free.
             plan.recalls.append((page, recalled))
-            self.free[recalled.level] -= 1
+            self.free[recalled.level] -= recalled in recalled.pool.draining
             if tables.keeps_recalled(page, recalled):
                 self.written[slot.level].append(page)
-            else:
+            elif slot not in self.stalled:
                 self.free[slot.level] += 1
             if recalled.level <= self.target_level:
                 if page.hold_count:
@@ -206,9 +207,9 @@ class _Cascade:
         plan.restores.append((page, self.target_level))
         self.goal[self.target_level] += 1
         if tables.spec.levels[slot.level].keep_copy and page.state is PageState.COMMITTED:
-            if slot not in tables.stalled_sources:
+            if slot not in self.stalled:
                 self.kept[slot.level].append(page)
-        elif slot not in tables.stalled_sources:
+        elif slot not in self.stalled:
             self.free[slot.level] += 1  # given back by a promoted page (INV-405)
 
     @property
@@ -217,7 +218,7 @@ class _Cascade:
         if self._excluded is None:
             self._excluded = {page.primary for page in self.wanted if page is not None}  # type: ignore[misc]
             self._excluded.update(slot for _page, slot in self.plan.recalls)
-            self._excluded.update(self.tables.stalled_sources)
+            self._excluded.update(self.stalled)
         return self._excluded
 
     def _room_below(self, level: int) -> int:
@@ -312,7 +313,7 @@ class _Cascade:
             return 0
         plan = self.plan
         taken = {slot for slot, _end in plan.reclaims}
-        taken.update(self.tables.stalled_sources)
+        taken.update(self.stalled)
         done = 0
         for slot in self.pools[level].copies.oldest(self.reserved[level]):
             if done == count:
@@ -430,7 +431,7 @@ class _Cascade:
         blocked = sum(slot.slot_id < total for slot in pool.stalled)
         blocked += sum(
             slot.pool is pool and slot.slot_id < total and pool.copies.has(slot)
-            for slot in self.tables.stalled_sources
+            for slot in self.stalled
         )
         return pool.primaries + blocked - total
 

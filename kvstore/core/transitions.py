@@ -130,8 +130,8 @@ class Transitions:
         #: Set by the store when stores share an engine: room left under the engine's cap.
         self.engine_room_bytes: int | None = None
         self._unissued_bytes = 0
-        #: Owned slots that a transfer reads which may never end: they give no room (INV-119).
-        self.stalled_sources: dict[Slot, Move] = {}
+        #: Moves with a bad verdict whose last piece may never come back (INV-119).
+        self.stalled_moves: set[Move] = set()
         self.bounce_free = [spec.bounce_pages] * len(spec.groups)
         self._bounce_line: list[deque[Move]] = [deque() for _ in spec.groups]
         #: Whether holds and commits count uses: admission or a policy asks for them.
@@ -508,8 +508,7 @@ class Transitions:
     def end_move(self, move: Move) -> None:
         """No piece is in flight any more: pass both fences and repay what was charged."""
         state = move.state
-        if self.stalled_sources.get(move.source) is move:
-            del self.stalled_sources[move.source]
+        self.stalled_moves.discard(move)
         move.set_state(MoveState.ENDED)
         del self.moves[move]
         if move.background_bytes:
@@ -587,15 +586,26 @@ class Transitions:
         if not is_stalled:
             self.end_move(move)
             return
+        self.stalled_moves.add(move)
         for slot in (move.source, move.target):
             if move.source_fence in slot.outstanding() or slot.write is move:
                 slot.pool.stall(slot)
-                if slot.state is SlotState.VALID:
-                    self.stalled_sources[slot] = move
         for fence in (move.source_fence, move.target_fence):
             for dependent in list(fence.dependents or ()):
                 if isinstance(dependent, Move) and dependent.state in _WAITING:
                     self.give_up(dependent)
+
+    def stalled_slots(self) -> set[Slot]:
+        """Return the owned slots that a stalled move still uses: they give no room (INV-119)."""
+        found: set[Slot] = set()
+        for move in self.stalled_moves:
+            for used in (move.source, move.target):
+                slot = used.pool.handles[used.slot_id]
+                if slot is None or slot.state is SlotState.DRAINING:
+                    continue
+                if any(fence.is_stalled for fence in slot.outstanding()):
+                    found.add(slot)
+        return found
 
     def give_up(self, move: Move) -> None:
         """Fail a move that waits for a slot that may never drain; its waiters plan again."""

@@ -459,7 +459,7 @@ class TableModel:
     def _is_stalled(self) -> bool:
         """Tell whether a transfer may never end: its slots are out of every count (INV-119)."""
         stalled = any(pool.stalled for level in self.tables.pools for pool in level)
-        return stalled or bool(self.tables.stalled_sources)
+        return stalled or bool(self.tables.stalled_moves)
 
     def _truncate(self, session: Session) -> None:
         """Cut a session back to its last servable block after a loss (INV-335)."""
