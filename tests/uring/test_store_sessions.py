@@ -236,7 +236,7 @@ async def test_a_prefetch_is_awaited_used_and_bounded(tmp_path: Path) -> None:
 
 
 async def test_fork_shares_the_committed_blocks(tmp_path: Path) -> None:
-    """n > 1 sampling: the fork holds the same blocks, and diverges without touching its twin."""
+    """N > 1 sampling: the fork holds the same blocks, and diverges without touching its twin."""
     async with kvstore.open_store(config(tmp_path, device=12)) as store:
         async with store.session(tokens_of(1)) as session:
             await session.resume()
@@ -275,7 +275,9 @@ async def test_calls_in_the_wrong_state_do_nothing(tmp_path: Path) -> None:
     async with kvstore.open_store(config(tmp_path)) as store:
         session = store.session(tokens_of(1))
         for call in (
-            lambda: session.try_grow(8), lambda: session.commit([1]), session.suspend,
+            lambda: session.try_grow(8),
+            lambda: session.commit([1]),
+            session.suspend,
             lambda: session.page_table("full"),
         ):
             with pytest.raises(kvstore.LogicError, match="suspended"):
