@@ -25,7 +25,7 @@ from kvstore import config as cfg
 from kvstore._uring.base import DEADLINE, OK
 from kvstore.core.page import Page, PageState
 from kvstore.core.slots import Fence
-from kvstore.core.tables import Applied, Plan, Refusal, Tables
+from kvstore.core.tables import PASSED, Applied, Plan, Refusal, Tables
 from kvstore.devices.base import Stream
 from kvstore.errors import DeadlineError, EngineError, LogicError, OutOfPages, PagesLost
 from kvstore.executor import RETRY, Executor, Flight, Gated
@@ -734,7 +734,9 @@ class Session:
         locked = [page for page in pages if page in self._locked]
         self._locked.difference_update(locked)
         tables = self.store.tables
-        tables.unlock([page for page in locked if page.state is not PageState.DEAD])
+        # While restoring no kernel of this session has seen the pages yet.
+        fence = PASSED if self._state is SessionState.RESTORING else None
+        tables.unlock([page for page in locked if page.state is not PageState.DEAD], fence)
         tables.unhold([page for page in pages if page.state is not PageState.DEAD])
 
     def _unlocked_pages(self) -> list[Page]:
@@ -762,7 +764,7 @@ class Session:
     def _back_to_suspended(self) -> None:
         if self._state is SessionState.CLOSED:
             return
-        self._unlock_all(None)
+        self._unlock_all(PASSED)
         self._go(SessionState.SUSPENDED)
         self.store.executor.room_grew = True
         self.store.settle()
