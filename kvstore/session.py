@@ -25,7 +25,7 @@ from kvstore import config as cfg
 from kvstore._uring.base import DEADLINE, OK
 from kvstore.core.page import Page, PageState
 from kvstore.core.slots import Fence
-from kvstore.core.tables import Applied, Plan, Refusal, Tables
+from kvstore.core.tables import PASSED, Applied, Plan, Refusal, Tables
 from kvstore.devices.base import Stream
 from kvstore.errors import DeadlineError, EngineError, LogicError, OutOfPages, PagesLost
 from kvstore.executor import RETRY, Executor, Flight, Gated
@@ -366,21 +366,37 @@ class RestoreQueue:
         return self._start(session, pages, deadline_at)
 
     async def start(
-        self, session: Session, pages: list[Page], *, wait: bool, deadline_at: float | None
+        self,
+        session: Session,
+        pages: list[Page],
+        *,
+        wait: bool,
+        deadline_at: float | None,
+        is_again: bool = False,
     ) -> Started:
         """Start a restore now or when its turn comes.
 
+        ``is_again``: the restore had its turn and needs another one, so it is older than all that
+        wait. If it has to wait it gives its locks up first: nobody waits with half of its slots.
         Cancellation: leaves the queue. Raises: OutOfPages: it never fits, or ``wait`` is False.
         DeadlineError: the deadline passed before its turn came.
         """
-        started = self.start_now(session, pages, deadline_at)
+        if is_again:
+            started = self._start(session, pages, deadline_at)
+        else:
+            started = self.start_now(session, pages, deadline_at)
         if isinstance(started, Started):
             return started
         if not wait or (started is not None and started.never):
             raise _out_of_pages(started)
         self.waited_count += 1
         waiting = _Waiting(session, pages, self._loop.create_future(), deadline_at)
-        self._waiting.append(waiting)
+        if is_again:
+            waiting.pages = session.give_up_locks()
+            self._waiting.appendleft(waiting)
+            self._store.settle()
+        else:
+            self._waiting.append(waiting)
         timer = None
         if deadline_at is not None:
             timer = self._loop.call_at(deadline_at, _expire, waiting.future)
@@ -612,6 +628,7 @@ class Session:
     ) -> None:
         """Plan, wait, cut what was lost; until every page left is locked on the device."""
         deadline_at = None if deadline is None else self._now() + deadline
+        is_again = False
         for _ in range(ROUNDS_MAX):
             if started is None:
                 self._cut_lost(restore)
@@ -619,8 +636,9 @@ class Session:
                 if not wanted:
                     return
                 started = await self.store.restores.start(
-                    self, wanted, wait=wait, deadline_at=deadline_at
+                    self, wanted, wait=wait, deadline_at=deadline_at, is_again=is_again
                 )
+            is_again = True
             self._end_prefetches()  # our flight waits for their transfers now
             await self._await_flight(started.flight)
             self._take_failures(started.flight, restore, is_own_deadline=deadline is not None)
@@ -716,7 +734,9 @@ class Session:
         locked = [page for page in pages if page in self._locked]
         self._locked.difference_update(locked)
         tables = self.store.tables
-        tables.unlock([page for page in locked if page.state is not PageState.DEAD])
+        # While restoring no kernel of this session has seen the pages yet.
+        fence = PASSED if self._state is SessionState.RESTORING else None
+        tables.unlock([page for page in locked if page.state is not PageState.DEAD], fence)
         tables.unhold([page for page in pages if page.state is not PageState.DEAD])
 
     def _unlocked_pages(self) -> list[Page]:
@@ -744,7 +764,7 @@ class Session:
     def _back_to_suspended(self) -> None:
         if self._state is SessionState.CLOSED:
             return
-        self._unlock_all(None)
+        self._unlock_all(PASSED)
         self._go(SessionState.SUSPENDED)
         self.store.executor.room_grew = True
         self.store.settle()
@@ -763,6 +783,16 @@ class Session:
         self.store.tables.unlock(pages, fence)
         if is_partial:
             self.touch()
+
+    def give_up_locks(self) -> list[Page]:
+        """Turn every lock into a hold while the restore waits for slots; return all its pages.
+
+        Others may use the slots meanwhile, or two half-restored sessions would wait for each
+        other for ever (INV-416).
+        """
+        self._unlock_all(None)
+        self.store.executor.room_grew = True
+        return self._unlocked_pages()
 
     def touch(self) -> None:
         """Use every page once, so that no page is more recently used than its parent (INV-324).

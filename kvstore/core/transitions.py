@@ -592,9 +592,10 @@ class Transitions:
             self.end_move(move)
             return
         self.stalled_moves.add(move)
-        for slot in (move.source, move.target):
-            if move.source_fence in slot.outstanding() or slot.write is move:
-                slot.pool.stall(slot)
+        for used in (move.source, move.target):
+            slot = used.pool.handles[used.slot_id]  # a later handle of the slot inherits the use
+            if slot is not None and any(fence.is_stalled for fence in slot.outstanding()):
+                used.pool.stall(slot)
         for fence in (move.source_fence, move.target_fence):
             for dependent in list(fence.dependents or ()):
                 if isinstance(dependent, Move) and dependent.state in _WAITING:

@@ -112,8 +112,12 @@ async def test_a_second_close_does_nothing_and_calls_are_refused(tmp_path: Path)
     async with kvstore.open_store(config(tmp_path)) as store:
         await store.aclose()
         await store.aclose()
-        for call in (lambda: store.session([1]), lambda: store.probe([1]), store.step,
-                     store.available):
+        for call in (
+            lambda: store.session([1]),
+            lambda: store.probe([1]),
+            store.step,
+            store.available,
+        ):
             with pytest.raises(kvstore.StoreClosed):
                 call()
         with pytest.raises(kvstore.StoreClosed):
@@ -208,8 +212,9 @@ async def test_a_file_that_cannot_be_closed_does_not_spare_the_others(tmp_path: 
                 real(file)
                 raise OSError("injected")
 
-            disk._files = type("Files", (), {"close": staticmethod(close),
-                                             "unlock": disk._files.unlock})()
+            disk._files = type(
+                "Files", (), {"close": staticmethod(close), "unlock": disk._files.unlock}
+            )()
     async with kvstore.open_store(config(tmp_path)):
         pass  # lock, memory and engine were given back all the same
 
@@ -243,7 +248,12 @@ def run(body: str, path: Path, *flags: str, **options: Any) -> subprocess.Comple
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONASYNCIODEBUG": "1"}
     return subprocess.run(
         [sys.executable, "-W", "error", *flags, "-c", script, str(path / "kv")],
-        capture_output=True, text=True, timeout=60, check=False, env=environment, **options,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=environment,
+        **options,
     )
 
 
