@@ -22,7 +22,7 @@ _TIMER_ABSTIME = 1
 
 
 class _TimerSpec(ctypes.Structure):
-    _fields_: ClassVar = [
+    _fields_: ClassVar = [  # type: ignore[mutable-override]  # ctypes wants it
         ("interval_s", ctypes.c_long),
         ("interval_ns", ctypes.c_long),
         ("value_s", ctypes.c_long),

@@ -77,7 +77,7 @@ def add(rig: SimRig, name: str, **where: Any) -> None:
 @pytest.mark.parametrize("held", [True, False], ids=["held", "droppable"])
 @pytest.mark.parametrize("name", FAULTS)
 async def test_read(name: str, held: bool, nth: int) -> None:
-    """INV-913, INV-914: a bad read is a miss from that block on, for every waiter, with no retry."""
+    """INV-913, INV-914: a bad read is a miss from that block on, for each waiter, with no retry."""
     async with opened() as (store, client, rig):
         await client.put(TOKENS)
         await client.put(NEIGHBOUR)
