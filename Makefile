@@ -99,7 +99,7 @@ lint: setup
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/clang-format --dry-run -Werror $(filter-out %.cdef.h,$(C_SOURCES))
 	@$(BIN)/mypy --no-error-summary
-	@$(BIN)/lint-imports > build/imports.log 2>&1 || { cat build/imports.log; exit 1; }
+	@$(BIN)/lint-imports --no-cache > build/imports.log 2>&1 || { cat build/imports.log; exit 1; }
 	@echo "lint: formats, types and import contracts are clean"
 
 build:

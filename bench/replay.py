@@ -37,12 +37,14 @@ from .workload import Workload, agentic_workload, trace_workload
 
 T = TypeVar("T")
 
-AGENTIC_REQUESTS = 640
+AGENTIC_REQUESTS = 480
 TRACE_REQUESTS = 2000
 TRACE_SESSIONS = 16
-AGENTIC_SESSIONS = 64
+AGENTIC_SESSIONS = 48
 TRACE_HOST_BYTES = 128 << 20
-AGENTIC_HOST_BYTES = 64 << 20
+AGENTIC_HOST_BYTES = 104 << 20
+AGENTIC_DEVICE_BYTES = 32 << 20
+TRACE_DEVICE_BYTES = 48 << 20
 ORACLE_PAGE_BYTES = 4096
 FULL_DIVISOR = 8  # ``--disk full`` holds this part of the distinct pages
 TERMINATED = 128 + signal.SIGTERM
@@ -68,7 +70,7 @@ class Arguments:
     sessions: int | None
     block_tokens: int
     page_bytes: int | None
-    gpu_cache_size: int
+    gpu_cache_size: int | None
     host_cache_size: int | None
     disk_cache_size: int | None
     disk_cache_path: Path | None
@@ -145,7 +147,10 @@ def make_options(args: Arguments, workload: Workload) -> ReplayOptions:
     scale = args.time_scale
     if scale is None:
         scale = default_time_scale(workload, cost, sessions)
-    pages = args.gpu_cache_size // page_bytes
+    device_bytes = args.gpu_cache_size or (
+        TRACE_DEVICE_BYTES if args.trace else AGENTIC_DEVICE_BYTES
+    )
+    pages = device_bytes // page_bytes
     longest = 1 if args.oracle else workload.longest_blocks + 1
     if pages < longest:
         raise bad_option(
@@ -165,7 +170,7 @@ def make_options(args: Arguments, workload: Workload) -> ReplayOptions:
     return ReplayOptions(
         block_tokens=args.block_tokens,
         page_bytes=page_bytes,
-        device_bytes=args.gpu_cache_size,
+        device_bytes=device_bytes,
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
         io_threads=args.io_threads,
@@ -423,11 +428,9 @@ def _flag(name: str, text: str) -> Callable[[Any], Any]:
     "--gpu-cache-size",
     "gpu_cache_size",
     type=SIZE,
-    default="48m",
-    show_default=True,
-    help="Device tier (CPU memory), in page bytes.",
+    help="Device tier (CPU memory), in page bytes [32m, with a trace 48m].",
 )
-@click.option("--host-cache-size", type=SIZE, help="Host tier [64m, with a trace 128m].")
+@click.option("--host-cache-size", type=SIZE, help="Host tier [104m, with a trace 128m].")
 @click.option("--disk-cache-size", type=SIZE, help="Disk tier [sized by --disk].")
 @click.option(
     "--disk-cache-path",

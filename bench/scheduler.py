@@ -349,6 +349,7 @@ class Scheduler:
                 await drained
             for flow, count in batch:
                 self.memory.fill(flow, flow.position, flow.position + count)
+                self._grow_ahead(flow, count)
             await self._spend(self.cost.step_cost_s(prefill, decoding, burst) * self.time_scale)
             self.outcome.steps += 1
             self.outcome.computed_tokens += sum(count for _, count in batch)
@@ -380,6 +381,16 @@ class Scheduler:
         for flow, _ in batch:
             self._ready.remove(flow)
         return batch, self.cost.chunk_tokens - budget, decoding, burst
+
+    def _grow_ahead(self, flow: Flow, count: int) -> None:
+        """Ask for the pages of the next step now, so that they drain while this one computes.
+
+        Within what the admission granted: nobody is suspended for it; a refusal changes nothing.
+        """
+        done = flow.position + count
+        wanted = done + (self.cost.burst_tokens if flow.is_decoding else count)
+        granted = flow.pages * self.block_tokens
+        flow.session.try_grow(max(done, min(wanted, granted, flow.request.total_tokens)))
 
     def _grow(self, flow: Flow, tokens_total: int) -> bool:
         while not flow.session.try_grow(tokens_total):

@@ -175,6 +175,7 @@ class _Job:
         "landing",
         "loans",
         "move",
+        "stall_timer",
         "started",
         "status",
         "transfer",
@@ -192,6 +193,7 @@ class _Job:
         self.is_ended = False  # no piece of its disk transfer is in flight
         self.copies_open = 0
         self.started = 0.0
+        self.stall_timer: asyncio.TimerHandle | None = None
 
     def give_back(self) -> None:
         """Return the landing slot."""
@@ -248,6 +250,7 @@ class Executor:
         on_failure: Callable[[BaseException], None],
         after_turn: Callable[[], None],
         offload: Callable[[Callable[..., Any], tuple[Any, ...], Callable[[int], None]], None],
+        stall_s: float,
     ) -> None:
         self._loop = loop
         self._tables = tables
@@ -261,6 +264,7 @@ class Executor:
         self._on_failure = on_failure
         self._after_turn = after_turn
         self._offload = offload
+        self._stall_s = stall_s
         self.jobs: dict[Move, _Job] = {}
         self._waiters: dict[Page, list[Flight]] = {}
         self._transfers: list[tuple[_Job, Transfer]] = []
@@ -603,10 +607,29 @@ class Executor:
         if flags & VERDICT:
             job.status = status
             if not flags & END and status != OK:
-                self._tell_waiters(job, status)
+                self._early_verdict(job, status)
         if flags & END:
             self._count_transfer(job, transfer)
             self._transfer_ended(job)
+
+    def _early_verdict(self, job: _Job, status: int) -> None:
+        """The waiters hear it at once; pieces are in flight, so slots and memory stay (INV-119).
+
+        After a deadline nothing may wait for these slots any more. A cancelled transfer usually
+        ends soon: it gets as long again before it counts as stalled.
+        """
+        self._tell_waiters(job, status)
+        if status == CANCELLED:
+            job.stall_timer = self._loop.call_later(self._stall_s, self._guarded, self._stall, job)
+        else:
+            self._stall(job)
+
+    def _stall(self, job: _Job) -> None:
+        job.stall_timer = None
+        if job.move in self.jobs and not job.is_gated:
+            logger.warning("a disk transfer does not come back: %r", job.move)
+            self._tables.move_stalled(job.move)
+            self.room_grew = True
 
     def _count_transfer(self, job: _Job, transfer: Transfer) -> None:
         byte_count = self.page_bytes[transfer.group] if job.status == OK else 0
@@ -659,6 +682,8 @@ class Executor:
         if self.jobs.pop(move, None) is None:
             return
         job.is_ended = True
+        if job.stall_timer is not None:
+            job.stall_timer.cancel()
         if status == OK:
             self._tables.move_done(move)
         elif status == CANCELLED and job.is_cancelled:

@@ -169,7 +169,7 @@ class Gate:
         wrapped = self._device.wrap_stream(stream)
         self._check_capability()
         if wrapped.is_capturing():
-            raise UnsupportedError("a capturing stream cannot wait at a gate; use it between replays")
+            raise UnsupportedError("a capturing stream cannot wait: use gates between replays")
         keys = frozenset(_key(self._device.wrap_stream(one)) for one in (stream, *behind))
         if len(self._parked() | keys) > self._streams_max:
             self._busy += 1
@@ -230,8 +230,12 @@ class Gate:
         """Return a frozen snapshot (INV-811)."""
         parked = self._parked()
         return GateStats(
-            taken=self._taken, published_good=self._good, published_failed=self._failed,
-            open=len(self._open), busy=self._busy, await_fallbacks=self._fallbacks,
+            taken=self._taken,
+            published_good=self._good,
+            published_failed=self._failed,
+            open=len(self._open),
+            busy=self._busy,
+            await_fallbacks=self._fallbacks,
             parked_streams=len(parked),
         )
 

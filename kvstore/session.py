@@ -324,7 +324,16 @@ class RestoreQueue:
     alone. A smaller later restore never passes an older one.
     """
 
-    __slots__ = ("_loop", "_open", "_store", "_waiting", "budgets", "started_count", "waited_count")
+    __slots__ = (
+        "_is_pumping",
+        "_loop",
+        "_open",
+        "_store",
+        "_waiting",
+        "budgets",
+        "started_count",
+        "waited_count",
+    )
 
     def __init__(
         self, store: StoreServices, loop: asyncio.AbstractEventLoop, budgets: Sequence[int]
@@ -336,6 +345,7 @@ class RestoreQueue:
         self._waiting: deque[_Waiting] = deque()
         self.started_count = 0
         self.waited_count = 0
+        self._is_pumping = False
 
     @property
     def waiting_count(self) -> int:
@@ -378,6 +388,15 @@ class RestoreQueue:
 
     def pump(self) -> None:
         """Serve those who wait, oldest first, until one does not fit."""
+        if self._is_pumping:
+            return
+        self._is_pumping = True
+        try:
+            self._serve()
+        finally:
+            self._is_pumping = False
+
+    def _serve(self) -> None:
         while self._waiting:
             head = self._waiting[0]
             if head.future.done():
@@ -432,7 +451,7 @@ class RestoreQueue:
         for group, count in enumerate(need):
             self._open[group] += count
         flight.when_done(lambda: self._ended(need))
-        self._store.settle()
+        self._store.executor.settle()
         return Started(flight, applied)
 
     def _ended(self, need: list[int]) -> None:
@@ -665,6 +684,7 @@ class Session:
             self._drop_pages([row[block_count:] for row in self._pages], keep=set())
             for row in self._pages:
                 del row[block_count:]
+        self.touch()
         self.history_tokens = min(self.history_tokens, block_count * self._block_tokens)
         self.store.settle()
 
@@ -726,8 +746,24 @@ class Session:
             for page in row
             if page is not None and page in self._locked and page.state is not PageState.DEAD
         ]
+        is_partial = any(
+            page is not None and page not in self._locked for row in self._pages for page in row
+        )
         self._locked.clear()
         self.store.tables.unlock(pages, fence)
+        if is_partial:
+            self.touch()
+
+    def touch(self) -> None:
+        """Use every page once, so that no page is more recently used than its parent (INV-324).
+
+        Needed wherever only some pages of a history were locked, held or released.
+        """
+        tables = self.store.tables
+        for row in self._pages:
+            living = [page for page in row if page is not None and page.state is not PageState.DEAD]
+            tables.hold(living)
+            tables.unhold(living)
 
     # The gate.
 
@@ -1112,6 +1148,7 @@ class Prefetch:
         store.tables.apply(plan)
         self._pages = list(wanted)
         store.tables.hold(self._pages)
+        self._session.touch()
         loop = asyncio.get_running_loop()
         self._flight = Flight(loop, self._level, lambda _: None)
         store.executor.attach(
@@ -1133,6 +1170,7 @@ class Prefetch:
             store.executor.detach(self._flight)
         if self._pages:
             store.tables.unhold([page for page in self._pages if page.state is not PageState.DEAD])
+            self._session.touch()
             store.prefetches.give(self._level, self._pages)
         store.executor.room_grew = True
         store.settle()

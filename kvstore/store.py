@@ -502,6 +502,7 @@ class KVStore:
             on_failure=self.fail,
             after_turn=self._after_turn,
             offload=self._offload,
+            stall_s=config.io.deadline,
         )
         if config.on_event is not None:
             self.executor.on_event = self._publish_event
@@ -1237,7 +1238,7 @@ class KVStore:
             await _survive(lambda: anyio.sleep(0.001))
         if self._disk is not None:
             disk = self._disk
-            errors += await self._closing_step(disk.close_files)
+            errors += await self._closing_step(lambda: disk.close_files(leak=not is_drained))
         errors += await self._closing_step(lambda: self._release_memory(leak=not is_drained))
         errors += await self._resources.close()
         self._workers.shutdown(wait=False)

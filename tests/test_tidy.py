@@ -194,6 +194,11 @@ def test_tests_on_virtual_time_do_not_sleep() -> None:
     assert found == []
 
 
+def _is_shipped_c(path: Path) -> bool:
+    """C of the package; the stand-in for a driver in tests has a driver's names and state."""
+    return path.suffix == ".c" and "tests" not in path.parts
+
+
 def test_c_code_has_no_static_state() -> None:
     """No C file keeps variables at file scope: two stores in one process share none (INV-122)."""
     declaration = re.compile(
@@ -202,7 +207,7 @@ def test_c_code_has_no_static_state() -> None:
     )
     found = [
         place
-        for place, line in _lines([path for path in FILES if path.suffix == ".c"])
+        for place, line in _lines([path for path in FILES if _is_shipped_c(path)])
         if declaration.match(line) and "const" not in line.split("=")[0]
     ]
     assert found == []
@@ -215,7 +220,7 @@ def test_c_functions_carry_the_prefix() -> None:
     )
     found = []
     for path in FILES:
-        if path.suffix == ".c":
+        if _is_shipped_c(path):
             found += [
                 f"{place}: {match[1]}"
                 for place, line in _lines([path])

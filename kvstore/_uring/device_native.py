@@ -35,7 +35,7 @@ class PagePlan:
         sizes: U64,
         host: tuple[int, int, int, int, int],
     ) -> None:
-        """Take piece arrays of one length and (base, slot, slots per slab, slab, payload offset)."""
+        """Take piece arrays of one length and the fields of a host layout in their order."""
         assert len(bases) == len(strides) == len(sizes) > 0
         pages = ffi.new("kvs_pages *")
         self._keep = tuple(
@@ -215,3 +215,339 @@ class CpuQueues:
         out = ffi.new("kvs_cpu_counters *")
         lib.kvs_cpu_count(self._cdata, out)
         return CpuCounters(*(int(getattr(out, name)) for name in CpuCounters._fields))
+
+
+class CudaCaps(NamedTuple):
+    """What the driver says about one GPU."""
+
+    name: str
+    driver_version: int
+    device_count: int
+    batch_copy: int
+    attribute_memops64: int
+    copy_engines: int
+    host_numa: int
+    uses_host_page_tables: int
+    multiprocessors: int
+    priority_low: int
+    priority_high: int
+
+
+class CudaCounters(NamedTuple):
+    """What was enqueued so far, and by which kind of call."""
+
+    batches: int
+    driver_calls: int
+    pages_to_device: int
+    pages_to_host: int
+    bytes_to_device: int
+    bytes_to_host: int
+    batch_calls: int
+    loop_calls: int
+    staged_calls: int
+
+
+class CudaEventHandle:
+    """One reference to a native event: of the device's pool, or a wrapped foreign one."""
+
+    __slots__ = ("cdata",)
+
+    def __init__(self, cdata: Any) -> None:
+        self.cdata = ffi.gc(cdata, lib.kvs_cuda_event_free)
+
+    def record(self, stream: int) -> int:
+        """Record behind the stream's work so far."""
+        return int(lib.kvs_cuda_event_record(self.cdata, stream))
+
+    def query(self) -> int:
+        """Return 1 when passed, 0 while pending, or the negated code."""
+        return int(lib.kvs_cuda_event_query(self.cdata))
+
+    def wait(self, stream: int) -> int:
+        """Let the stream wait for the event."""
+        return int(lib.kvs_cuda_wait_event(self.cdata, stream))
+
+
+class OpenError(Exception):
+    """The driver could not be opened: ``code`` as returned, ``call`` is what failed."""
+
+    def __init__(self, code: int, call: str) -> None:
+        super().__init__(f"{call}: {code}")
+        self.code = code
+        self.call = call
+
+
+class NativeCuda:
+    """One GPU's primary context, reached through the driver's own symbols."""
+
+    __slots__ = ("_out", "cdata")
+
+    def __init__(self, library: str, ordinal: int) -> None:
+        """Load the driver and open the device. Raises: OpenError."""
+        out = ffi.new("kvs_cuda **")
+        failed = ffi.new("char[64]")
+        result = lib.kvs_cuda_open(library.encode(), ordinal, out, failed)
+        if result:
+            raise OpenError(int(result), ffi.string(failed).decode())
+        self.cdata = out[0]
+        self._out = ffi.new("uint64_t *")
+
+    def close(self, *, is_lost: bool) -> None:
+        """Give the device back; on a lost one the driver is left alone (INV-924)."""
+        cdata, self.cdata = self.cdata, None
+        lib.kvs_cuda_close(cdata, is_lost)
+
+    def caps(self) -> CudaCaps:
+        """Return what the driver says."""
+        out = ffi.new("kvs_cuda_caps *")
+        lib.kvs_cuda_get_caps(self.cdata, out)
+        numbers = (int(getattr(out, name)) for name in CudaCaps._fields[1:])
+        return CudaCaps(ffi.string(out.name).decode(), *numbers)
+
+    def attribute(self, number: int) -> int:
+        """Return a device attribute, or -1 if the driver does not know it."""
+        out = ffi.new("int *")
+        return int(out[0]) if not lib.kvs_cuda_attribute(self.cdata, number, out) else -1
+
+    def error(self) -> int:
+        """Return the sticky code or 0."""
+        return int(lib.kvs_cuda_error(self.cdata))
+
+    def counters(self) -> CudaCounters:
+        """Return a snapshot of the counters."""
+        out = ffi.new("kvs_cuda_counters *")
+        lib.kvs_cuda_count(self.cdata, out)
+        return CudaCounters(*(int(getattr(out, name)) for name in CudaCounters._fields))
+
+    def set_batch(self, kind: int) -> int:
+        """Choose the copy call: -1 best, 0 loop, 1 or 2 the ABI; returns what is in use."""
+        return int(lib.kvs_cuda_set_batch(self.cdata, kind))
+
+    def set_min_dma(self, length: int) -> None:
+        """Use batches for pieces from this size on."""
+        lib.kvs_cuda_set_min_dma(self.cdata, length)
+
+    def set_source_order(self, order: int) -> None:
+        """1 STREAM, 3 ANY: the latter is a race behind a gate, for tests alone."""
+        lib.kvs_cuda_set_source_order(self.cdata, order)
+
+    def stream_new(self, priority: int) -> tuple[int, int]:
+        """Return (result, handle) of a new non-blocking stream."""
+        result = int(lib.kvs_cuda_stream_new(self.cdata, priority, self._out))
+        return result, int(self._out[0])
+
+    def stream_free(self, stream: int) -> int:
+        """Destroy a stream."""
+        return int(lib.kvs_cuda_stream_free(self.cdata, stream))
+
+    def stream_query(self, stream: int) -> int:
+        """Return 0 when idle, 600 while busy, or an error."""
+        return int(lib.kvs_cuda_stream_query(self.cdata, stream))
+
+    def stream_synchronize(self, stream: int) -> int:
+        """Block until the stream is idle."""
+        return int(lib.kvs_cuda_stream_synchronize(self.cdata, stream))
+
+    def stream_capturing(self, stream: int) -> tuple[int, bool]:
+        """Return (result, whether a capture is open)."""
+        out = ffi.new("int *")
+        result = int(lib.kvs_cuda_stream_capturing(self.cdata, stream, out))
+        return result, bool(out[0])
+
+    def alloc(self, length: int) -> tuple[int, int]:
+        """Return (result, address) of device memory."""
+        result = int(lib.kvs_cuda_alloc(self.cdata, length, self._out))
+        return result, int(self._out[0])
+
+    def free(self, address: int) -> int:
+        """Free device memory."""
+        return int(lib.kvs_cuda_free(self.cdata, address))
+
+    def memset(self, stream: int, address: int, value: int, length: int) -> int:
+        """Enqueue a byte fill."""
+        return int(lib.kvs_cuda_memset(self.cdata, stream, address, value, length))
+
+    def memcpy(self, stream: int, target: int, source: int, length: int) -> int:
+        """Enqueue one copy."""
+        return int(lib.kvs_cuda_memcpy(self.cdata, stream, target, source, length))
+
+    def register(self, address: int, length: int) -> int:
+        """Pin host memory and map it."""
+        return int(lib.kvs_cuda_register(self.cdata, address, length))
+
+    def unregister(self, address: int) -> int:
+        """Undo `register`."""
+        return int(lib.kvs_cuda_unregister(self.cdata, address))
+
+    def copy(
+        self, stream: int, plan: PagePlan, device_slots: I32, host_slots: I32, *, to_device: bool
+    ) -> tuple[int, int]:
+        """Enqueue page copies; returns (result, runs enqueued)."""
+        result = lib.kvs_cuda_copy(
+            self.cdata,
+            stream,
+            plan.cdata,
+            ffi.from_buffer("int32_t[]", device_slots),
+            ffi.from_buffer("int32_t[]", host_slots),
+            len(device_slots),
+            to_device,
+            self._out,
+        )
+        return int(result), int(self._out[0])
+
+    def upload_pieces(self, plan: PagePlan) -> tuple[int, int]:
+        """Return (result, device address) of the piece table for the staged path."""
+        result = int(lib.kvs_cuda_upload_pieces(self.cdata, plan.cdata, self._out))
+        return result, int(self._out[0])
+
+    def copy_staged(
+        self,
+        stream: int,
+        plan: PagePlan,
+        pieces: int,
+        staging: tuple[int, int],
+        device_slots: I32,
+        host_slots: I32,
+        *,
+        to_device: bool,
+    ) -> tuple[int, int]:
+        """Enqueue whole pages through a staging area and one kernel per group."""
+        result = lib.kvs_cuda_copy_staged(
+            self.cdata,
+            stream,
+            plan.cdata,
+            pieces,
+            *staging,
+            ffi.from_buffer("int32_t[]", device_slots),
+            ffi.from_buffer("int32_t[]", host_slots),
+            len(device_slots),
+            to_device,
+            self._out,
+        )
+        return int(result), int(self._out[0])
+
+    def wait_word(self, stream: int, address: int, value: int, bits: int = 64) -> int:
+        """Let the stream wait until a word in registered memory reaches ``value``."""
+        return int(lib.kvs_cuda_wait_word(self.cdata, stream, address, value, bits))
+
+    def write_word(self, stream: int, address: int, value: int) -> int:
+        """Let the stream store ``value`` behind its work so far."""
+        return int(lib.kvs_cuda_write_word(self.cdata, stream, address, value))
+
+    def probe_memops(self, bits: int, timeout_ns: int) -> int:
+        """Wait for real on a private stream; 0 if a CPU store wakes it."""
+        return int(lib.kvs_cuda_probe_memops(self.cdata, bits, timeout_ns))
+
+    def event_new(self) -> tuple[int, CudaEventHandle | None]:
+        """Return (result, event) from the pool."""
+        error = ffi.new("int *")
+        cdata = lib.kvs_cuda_event_new(self.cdata, error)
+        return int(error[0]), None if cdata == ffi.NULL else CudaEventHandle(cdata)
+
+    def event_wrap(self, handle: int) -> CudaEventHandle:
+        """Return a foreign event; its owner keeps it alive."""
+        return CudaEventHandle(lib.kvs_cuda_event_wrap(self.cdata, handle))
+
+    def lane_word(self, lane: int) -> int:
+        """Return the address of a completion word, 0 if there are not that many."""
+        return int(lib.kvs_cuda_lane_word(self.cdata, lane))
+
+    def launch(
+        self, stream: int, kernel: str, blocks: int, threads: int, args: tuple[int, ...]
+    ) -> int:
+        """Launch one of the kernels of ``kernels.cu``."""
+        values = ffi.new("uint64_t[]", list(args) or [0])
+        return int(
+            lib.kvs_cuda_launch(
+                self.cdata, stream, kernel.encode(), blocks, threads, values, len(args)
+            )
+        )
+
+    def host_post(self, stream: int, queue: Any, token: int) -> int:
+        """Post through a host function, the fallback F2 and a row of the benchmarks."""
+        return int(lib.kvs_cuda_host_post(self.cdata, stream, queue.handle, token))
+
+    def gate_latency(
+        self, stream: int, gate_word: int, done_word: int, first: int, count: int, hold_ns: int
+    ) -> tuple[int, U64]:
+        """Return (result, nanoseconds from CPU store to the stream's write), for measurements."""
+        out = np.zeros(count, np.uint64)
+        result = lib.kvs_cuda_gate_latency(
+            self.cdata,
+            stream,
+            gate_word,
+            done_word,
+            first,
+            count,
+            hold_ns,
+            ffi.from_buffer("uint64_t[]", out, require_writable=True),
+        )
+        return int(result), out
+
+    def enqueue_cost(self, stream: int, call: int, a: int, b: int, count: int) -> tuple[int, int]:
+        """Return (result, total nanoseconds) of ``count`` driver calls of one kind."""
+        result = int(lib.kvs_cuda_enqueue_cost(self.cdata, stream, call, a, b, count, self._out))
+        return result, int(self._out[0])
+
+
+def spin_until(address: int, value: int, timeout_ns: int) -> int:
+    """Spin on a word without the GIL; returns CLOCK_MONOTONIC when it was seen, 0 on timeout."""
+    seen = ffi.new("uint64_t *")
+    return 0 if lib.kvs_spin_until(address, value, timeout_ns, seen) else int(seen[0])
+
+
+class WatchCounters(NamedTuple):
+    """What the device watch did; an idle watch adds nothing."""
+
+    passes: int
+    sleeps: int
+    idle_waits: int
+    completed: int
+    failed: int
+    pending: int
+
+
+class NativeWatch:
+    """The watching thread. Without a device it can watch words alone, which tests use."""
+
+    __slots__ = ("_cdata", "_device")
+
+    def __init__(
+        self, device: NativeCuda | None, spin_ns: int, sleep_max_ns: int, error_probe_ns: int
+    ) -> None:
+        config = ffi.new(
+            "kvs_watch_config *",
+            {
+                "spin_ns": spin_ns,
+                "sleep_max_ns": sleep_max_ns,
+                "error_probe_ns": error_probe_ns,
+            },
+        )
+        self._device = device
+        self._cdata = lib.kvs_watch_new(ffi.NULL if device is None else device.cdata, config)
+        if self._cdata == ffi.NULL:
+            raise OSError("cannot start the device watch")
+
+    def word(self, lane: int, address: int, value: int, queue: Any, token: int) -> int:
+        """Post ``token`` when the word reaches ``value``."""
+        return int(lib.kvs_watch_word(self._cdata, lane, address, value, queue.handle, token))
+
+    def event(self, lane: int, event: CudaEventHandle, queue: Any, token: int) -> int:
+        """Post ``token`` when the event has passed."""
+        return int(lib.kvs_watch_event(self._cdata, lane, event.cdata, queue.handle, token))
+
+    def fail(self, code: int) -> None:
+        """End every pending and later entry with ``code``."""
+        lib.kvs_watch_fail(self._cdata, code)
+
+    def counters(self) -> WatchCounters:
+        """Return a snapshot of the counters."""
+        out = ffi.new("kvs_watch_counters *")
+        lib.kvs_watch_count(self._cdata, out)
+        return WatchCounters(*(int(getattr(out, name)) for name in WatchCounters._fields))
+
+    def close(self) -> None:
+        """End what is pending and join the thread; a second call does nothing."""
+        cdata, self._cdata = self._cdata, None
+        if cdata is not None:
+            lib.kvs_watch_close(cdata)

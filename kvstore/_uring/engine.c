@@ -795,6 +795,8 @@ void kvs_engine_stop(kvs_engine *engine) {
     out.kick = true;
     kvs_engine_unlock(engine, &out);
     if (engine->config.kind == KVS_KIND_INLINE) kvs_workers_run_inline(engine);
+    /* INV-204: tickets whose transfers were never submitted have nobody else to publish them */
+    if (engine->gates) kvs_gates_publish_all(engine->gates, -ECANCELED);
 }
 
 int kvs_engine_join(kvs_engine *engine, uint64_t timeout_ns) {

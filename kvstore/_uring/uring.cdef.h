@@ -154,6 +154,121 @@ kvs_cpu_event *kvs_cpu_event_new(void);
 int kvs_cpu_event_query(const kvs_cpu_event *event);
 void kvs_cpu_event_free(kvs_cpu_event *event);
 
+/* The CUDA device: the driver, loaded by name, and one device's primary context. Calls return 0, a
+   positive CUresult, or -errno. Every call makes the context current for its own duration. */
+typedef struct kvs_cuda kvs_cuda;
+typedef struct kvs_cuda_event kvs_cuda_event;
+typedef struct kvs_cuda_caps {
+    char name[64];
+    int driver_version;
+    int device_count;
+    int batch_copy;
+    int attribute_memops64;
+    int copy_engines;
+    int host_numa;
+    int uses_host_page_tables;
+    int multiprocessors;
+    int priority_low;
+    int priority_high;
+} kvs_cuda_caps;
+typedef struct kvs_cuda_counters {
+    uint64_t batches;
+    uint64_t driver_calls;
+    uint64_t pages_to_device;
+    uint64_t pages_to_host;
+    uint64_t bytes_to_device;
+    uint64_t bytes_to_host;
+    uint64_t batch_calls;
+    uint64_t loop_calls;
+    uint64_t staged_calls;
+} kvs_cuda_counters;
+
+/* `failed` (64 bytes) receives the name of what failed. */
+int kvs_cuda_open(const char *library, int ordinal, kvs_cuda **out, char *failed);
+/* Without `is_lost` everything of the device is given back; with it only memory of ours is. */
+void kvs_cuda_close(kvs_cuda *device, int is_lost);
+void kvs_cuda_get_caps(kvs_cuda *device, kvs_cuda_caps *caps);
+int kvs_cuda_attribute(kvs_cuda *device, int attribute, int *value);
+int kvs_cuda_error(kvs_cuda *device);
+void kvs_cuda_count(kvs_cuda *device, kvs_cuda_counters *out);
+/* Which copy call is used: -1 best, 0 loop, 1 ABI 12.8, 2 ABI 13.0. Returns the one in use. */
+int kvs_cuda_set_batch(kvs_cuda *device, int batch_copy);
+void kvs_cuda_set_min_dma(kvs_cuda *device, uint64_t min_dma);
+void kvs_cuda_set_source_order(kvs_cuda *device, int order);
+int kvs_cuda_stream_new(kvs_cuda *device, int priority, uint64_t *stream);
+int kvs_cuda_stream_free(kvs_cuda *device, uint64_t stream);
+int kvs_cuda_stream_query(kvs_cuda *device, uint64_t stream);
+int kvs_cuda_stream_synchronize(kvs_cuda *device, uint64_t stream);
+int kvs_cuda_stream_capturing(kvs_cuda *device, uint64_t stream, int *capturing);
+int kvs_cuda_alloc(kvs_cuda *device, uint64_t bytes, uint64_t *address);
+int kvs_cuda_free(kvs_cuda *device, uint64_t address);
+int kvs_cuda_memset(kvs_cuda *device, uint64_t stream, uint64_t address, int value, uint64_t bytes);
+int kvs_cuda_memcpy(kvs_cuda *device, uint64_t stream, uint64_t target, uint64_t source,
+                    uint64_t bytes);
+int kvs_cuda_register(kvs_cuda *device, uint64_t address, uint64_t bytes);
+int kvs_cuda_unregister(kvs_cuda *device, uint64_t address);
+/* `enqueued`: runs that were enqueued although the call failed; their memory stays borrowed. */
+int kvs_cuda_copy(kvs_cuda *device, uint64_t stream, const kvs_pages *pages,
+                  const int32_t *device_slots, const int32_t *host_slots, uint64_t count,
+                  int to_device, uint64_t *enqueued);
+/* Whole pages through `staging` on the device and one kernel; `pieces` is what
+   kvs_cuda_upload_pieces returned. */
+int kvs_cuda_upload_pieces(kvs_cuda *device, const kvs_pages *pages, uint64_t *pieces);
+int kvs_cuda_copy_staged(kvs_cuda *device, uint64_t stream, const kvs_pages *pages, uint64_t pieces,
+                         uint64_t staging, uint64_t staging_bytes, const int32_t *device_slots,
+                         const int32_t *host_slots, uint64_t count, int to_device,
+                         uint64_t *enqueued);
+int kvs_cuda_wait_word(kvs_cuda *device, uint64_t stream, uint64_t word, uint64_t value, int bits);
+int kvs_cuda_write_word(kvs_cuda *device, uint64_t stream, uint64_t word, uint64_t value);
+/* A real wait, released by a CPU store, on a private stream: 0 if it works, 801 if not. */
+int kvs_cuda_probe_memops(kvs_cuda *device, int bits, uint64_t timeout_ns);
+kvs_cuda_event *kvs_cuda_event_new(kvs_cuda *device, int *error);
+kvs_cuda_event *kvs_cuda_event_wrap(kvs_cuda *device, uint64_t handle);
+void kvs_cuda_event_free(kvs_cuda_event *event);
+int kvs_cuda_event_record(kvs_cuda_event *event, uint64_t stream);
+/* 1 passed, 0 pending, negative CUresult. */
+int kvs_cuda_event_query(kvs_cuda_event *event);
+int kvs_cuda_wait_event(kvs_cuda_event *event, uint64_t stream);
+/* Address of word `lane` of the completion words, or 0 if there are not that many. */
+uint64_t kvs_cuda_lane_word(kvs_cuda *device, uint32_t lane);
+/* Kernels by name; `args` is one buffer of 8-byte values. */
+int kvs_cuda_launch(kvs_cuda *device, uint64_t stream, const char *kernel, uint32_t blocks,
+                    uint32_t threads, const uint64_t *args, uint32_t arg_count);
+/* Host function through the driver's own symbol: posts to the queue from the driver's thread. */
+int kvs_cuda_host_post(kvs_cuda *device, uint64_t stream, kvs_cq *queue, uint64_t token);
+/* Measurements in native code, without the GIL. */
+int kvs_cuda_gate_latency(kvs_cuda *device, uint64_t stream, uint64_t gate_word, uint64_t done_word,
+                          uint64_t first_value, uint32_t count, uint64_t hold_ns, uint64_t *out_ns);
+int kvs_spin_until(uint64_t word, uint64_t value, uint64_t timeout_ns, uint64_t *seen_ns);
+int kvs_cuda_enqueue_cost(kvs_cuda *device, uint64_t stream, int call, uint64_t a, uint64_t b,
+                          uint32_t count, uint64_t *total_ns);
+
+/* The device watch: one native thread that looks for finished device work. */
+typedef struct kvs_watch kvs_watch;
+typedef struct kvs_watch_config {
+    uint64_t spin_ns;
+    uint64_t sleep_max_ns;
+    uint64_t error_probe_ns;
+} kvs_watch_config;
+typedef struct kvs_watch_counters {
+    uint64_t passes;
+    uint64_t sleeps;
+    uint64_t idle_waits;
+    uint64_t completed;
+    uint64_t failed;
+    uint64_t pending;
+} kvs_watch_counters;
+kvs_watch *kvs_watch_new(kvs_cuda *device, const kvs_watch_config *config);
+/* Entries of one lane (stream) pass in order; lane -1 stands alone. 0 or the sticky code. */
+int kvs_watch_word(kvs_watch *watch, int32_t lane, uint64_t word, uint64_t value, kvs_cq *queue,
+                   uint64_t token);
+int kvs_watch_event(kvs_watch *watch, int32_t lane, kvs_cuda_event *event, kvs_cq *queue,
+                    uint64_t token);
+void kvs_watch_fail(kvs_watch *watch, int code);
+void kvs_watch_count(kvs_watch *watch, kvs_watch_counters *out);
+/* Ends every pending entry with CUDA_ERROR_DEINITIALIZED, stops the thread, frees. */
+void kvs_watch_close(kvs_watch *watch);
+
 /* ---- arena.c: memory for I/O (INV-138) ---- */
 
 /* Maps `length` bytes, 2 MiB aligned, excluded from fork; 0 or -errno. `numa_node` -1: any. */

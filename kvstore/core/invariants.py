@@ -62,7 +62,8 @@ def _check_pool(tables: Transitions, pool: Pool) -> None:
             _require(slot.lane is None, "INV-303", "draining slot is queued", slot)
             if slot_id < pool.total:
                 draining += 1
-                _require(slot in pool.draining, "INV-306", "not among the draining", slot)
+                is_known = slot in pool.draining or slot in pool.stalled
+                _require(is_known, "INV-306", "not among the draining", slot)
             else:
                 retiring += 1
                 _require(slot in pool.retiring, "INV-904", "not among the retiring", slot)
@@ -88,7 +89,8 @@ def _check_pool(tables: Transitions, pool: Pool) -> None:
                 droppable += not slot.lane.is_held
                 evictable += not slot.lane.is_held or pool.level < tables.last_level
     _require(ready == pool.ready_count, "INV-804", "ready count", pool.level, ready)
-    _require(draining == len(pool.draining), "INV-804", "draining count", pool.level)
+    waiting = len(pool.draining) + len(pool.stalled)
+    _require(draining == waiting, "INV-804", "draining count", pool.level)
     _require(retiring == len(pool.retiring), "INV-904", "retiring count", pool.level)
     _require(primaries == pool.primaries, "INV-804", "primaries count", pool.level, primaries)
     _require(copies == pool.copies.count, "INV-804", "copies count", pool.level, copies)

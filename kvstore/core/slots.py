@@ -48,15 +48,17 @@ class Fence:
 
     ``is_kernel`` marks work of a scheduler's step, which may write as well as read. ``event`` is
     the opaque device event once the work is enqueued, None before; a device stream can wait for
-    it, so device copies need not wait for ``passed``.
+    it, so device copies need not wait for ``passed``. ``is_stalled``: the use may never end, so its
+    slot is not handed out before it has (INV-119).
     """
 
-    __slots__ = ("dependents", "event", "is_kernel", "passed")
+    __slots__ = ("dependents", "event", "is_kernel", "is_stalled", "passed")
 
     def __init__(self, *, is_kernel: bool = False) -> None:
         self.passed = False
         self.event: Any = None
         self.is_kernel = is_kernel
+        self.is_stalled = False
         self.dependents: list[Slot | Move] | None = None
 
     def add_dependent(self, dependent: Slot | Move) -> None:
@@ -269,6 +271,7 @@ class Pool:
         "released_by_close",
         "released_by_resize",
         "retiring",
+        "stalled",
         "reused",
         "reused_pending",
         "total",
@@ -289,6 +292,7 @@ class Pool:
         self.handles: list[Slot | None] = [None] * total
         self.draining: OrderedDict[Slot, None] = OrderedDict()
         self.retiring: dict[Slot, None] = {}
+        self.stalled: dict[Slot, None] = {}  # draining, but perhaps for ever: not handed out
         self.primaries = 0
         self.pending_sources = 0  # slots here that a background write is reading (INV-605)
         self.kept = self.written_through = self.reused = self.reused_pending = 0
@@ -347,14 +351,22 @@ class Pool:
         slot.readers = fences
         for fence in fences:
             fence.add_dependent(slot)
-        if slot.slot_id < self.total:
-            self.draining[slot] = None
-        else:
+        if slot.slot_id >= self.total:
             self.retiring[slot] = None
+        elif any(fence.is_stalled for fence in fences):
+            self.stalled[slot] = None
+        else:
+            self.draining[slot] = None
+
+    def stall(self, slot: Slot) -> None:
+        """Hand a draining slot out no more until its last use has ended (INV-119, INV-205)."""
+        if slot in self.draining:
+            del self.draining[slot]
+            self.stalled[slot] = None
 
     def take_back(self, slot: Slot) -> None:
         """Return a draining slot to the page whose data it still holds (INV-330, INV-911)."""
-        del self.draining[slot]
+        (self.draining if slot in self.draining else self.stalled).pop(slot)
         is_written = slot.write is not None
         slot.set_state(SlotState.WRITING if is_written else SlotState.VALID)
 
@@ -366,7 +378,8 @@ class Pool:
         if fence in readers:
             readers.remove(fence)
         if not readers:
-            (self.draining if slot in self.draining else self.retiring).pop(slot)
+            for line in (self.draining, self.retiring, self.stalled):
+                line.pop(slot, None)
             self._free(slot)
 
     def grow(self, total: int) -> None:
@@ -378,7 +391,8 @@ class Pool:
             self.generations.frombytes(bytes(8 * missing))
         for slot in [slot for slot in self.retiring if slot.slot_id < total]:
             del self.retiring[slot]
-            self.draining[slot] = None
+            is_stalled = any(fence.is_stalled for fence in slot.outstanding())
+            (self.stalled if is_stalled else self.draining)[slot] = None
         fresh = range(total - 1, old_total - 1, -1)
         added = [slot_id for slot_id in fresh if self.handles[slot_id] is None]
         self.ready[:0] = added
@@ -387,9 +401,10 @@ class Pool:
     def begin_shrink(self, total: int) -> None:
         """Hand out no slot from the new end on; those in use retire when they drain (INV-904)."""
         self.total = total
-        for slot in [slot for slot in self.draining if slot.slot_id >= total]:
-            del self.draining[slot]
-            self.retiring[slot] = None
+        for line in (self.draining, self.stalled):
+            for slot in [slot for slot in line if slot.slot_id >= total]:
+                del line[slot]
+                self.retiring[slot] = None
         free = dict.fromkeys(
             slot_id
             for slot_id in self.ready

@@ -364,6 +364,17 @@ class Tables(Transitions):
         self.version += 1
         self.fail_move(move, is_source_bad=False)
 
+    def move_stalled(self, move: Move) -> None:
+        """The verdict is bad, but a piece may be in flight for ever (INV-119, INV-205).
+
+        The page is served or lost as after `move_failed`; the slots of the move are handed out to
+        nobody until its end is reported as usual, and what waited for them is given up.
+        """
+        self._check_running(move)
+        self.version += 1
+        is_read = self.tiers[move.source.level] is Tier.DISK and not move.is_source_released
+        self.fail_move(move, is_source_bad=is_read, is_stalled=True)
+
     def _check_running(self, move: Move) -> None:
         if move.state is not MoveState.STARTED and move.state is not MoveState.BOUNCING:
             raise LogicError(f"the move is not with the executor: {move!r}")
@@ -520,7 +531,7 @@ class Tables(Transitions):
             (pool.level, pool.group): PoolStats(
                 total=pool.total,
                 ready=pool.ready_count,
-                draining=len(pool.draining),
+                draining=len(pool.draining) + len(pool.stalled),
                 primaries=pool.primaries,
                 copies=pool.copies.count,
                 evictable=self.evictable_count(pool.level, pool.group),

@@ -98,6 +98,9 @@ class Counters:
         }
 
 
+_WAITING = (MoveState.PLANNED, MoveState.BOUNCED)
+
+
 class Transitions:
     """State and primitive steps; `kvstore.core.tables.Tables` is the face of it."""
 
@@ -234,15 +237,29 @@ class Transitions:
 
     def _promote_readers(self, slot: Slot) -> bool:
         """Promote the page's own writes that read a slot; tell whether there are any."""
-        is_read, page = False, slot.page
-        other = page.primary if page is not None else None
-        while other is not None:
-            move = other.write
-            if move is not None and move.source is slot and not move.is_detached:
+        is_read = False
+        if slot.page is not None:
+            for move in self._readers_of(slot.page, slot):
                 is_read = True
                 self.promote(move)
-            other = other.colder
         return is_read
+
+    @staticmethod
+    def _readers_of(page: Page, slot: Slot) -> list[Move]:
+        """Return the moves that read a slot so that the page gets its bytes, however indirectly.
+
+        A page may move on before an earlier move has ended; such moves form a chain.
+        """
+        readers: list[Move] = []
+        other = page.primary
+        while other is not None:
+            move = other.write
+            while move is not None and not move.is_detached:
+                if move.source is slot:
+                    readers.append(move)
+                move = move.source.write
+            other = other.colder
+        return readers
 
     def end_copy(self, slot: Slot, end: CopyEnd) -> None:
         """Give up a copy for good; its primary is not touched (INV-525)."""
@@ -473,7 +490,7 @@ class Transitions:
             self.outbox.cancel.append(move)
         if source.write is None or self._is_owned(source, page):
             return
-        if not any(slot.write is not None and slot.write.source is source for slot in page.slots):
+        if not self._readers_of(page, source):
             self.detach_move(source.write)
 
     @staticmethod
@@ -520,17 +537,22 @@ class Transitions:
         if move.kind is not MoveKind.RELOCATE:
             self.note("moved", page)
 
-    def fail_move(self, move: Move, *, is_source_bad: bool) -> None:
+    def fail_move(
+        self, move: Move, *, is_source_bad: bool, is_stalled: bool = False
+    ) -> None:
         """The bytes will not come. The failure stays with this page (INV-419).
 
         A failed copy is detached (INV-516). A page returns to its source if that is still its
         own, else to a copy; without either a droppable page is dropped and a held one is lost
         (INV-911, INV-912). A bad source is neither kept nor returned to (INV-526, INV-913).
+        ``is_stalled``: pieces are still in flight, perhaps for ever; its slots wait for them.
         """
-        if move.is_detached:
-            self.end_move(move)
-            return
         page, source, target = move.page, move.source, move.target
+        if is_stalled:
+            move.source_fence.is_stalled = move.target_fence.is_stalled = True
+        if move.is_detached:
+            self._end_or_stall(move, is_stalled=is_stalled)
+            return
         move.is_detached = True
         self._void_readers(page, target)
         if target.pool.copies.has(target):
@@ -548,9 +570,28 @@ class Transitions:
             self.requeue(page)
         if target.state is SlotState.WRITING:
             target.pool.release(target)
-        self.end_move(move)
+        self._end_or_stall(move, is_stalled=is_stalled)
         if not self._primary_is_real(page):
             self._fall_back(page, is_lost=is_source_bad)
+
+    def _end_or_stall(self, move: Move, *, is_stalled: bool) -> None:
+        """End the move; or, if it may never end, let nothing wait for its slots (INV-119)."""
+        if not is_stalled:
+            self.end_move(move)
+            return
+        for slot in (move.source, move.target):
+            if move.source_fence in slot.outstanding() or slot.write is move:
+                slot.pool.stall(slot)
+        for fence in (move.source_fence, move.target_fence):
+            for dependent in list(fence.dependents or ()):
+                if isinstance(dependent, Move) and dependent.state in _WAITING:
+                    self.give_up(dependent)
+
+    def give_up(self, move: Move) -> None:
+        """Fail a move that waits for a slot that may never drain; its waiters plan again."""
+        if not move.is_detached:
+            self.outbox.resolved.append(move)
+        self.fail_move(move, is_source_bad=False)
 
     def _fall_back(self, page: Page, *, is_lost: bool = False) -> None:
         """The primary is gone: use the hottest copy, or end the page."""

@@ -19,6 +19,6 @@ def create_device(config: DeviceTierConfig, gate_words: GateWords | None) -> Dev
     """
     if config.device == "cpu":
         return CpuDevice(gate_words)
-    from kvstore.devices.cuda import open_cuda_device  # noqa: PLC0415  (loads the driver)
+    from kvstore.devices.cuda import open_cuda_device
 
     return open_cuda_device(config.device, gate_words)

@@ -32,8 +32,30 @@ CODE_NOT_SUPPORTED = 801
 CODE_CAPTURE_UNSUPPORTED = 900
 CODE_CAPTURE_INVALIDATED = 901
 #: Codes after which a context is lost; every later call returns them (INV-917).
-STICKY_CODES = frozenset({4, 46, 201, 214, 219, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717,
-                          718, 719, 720, 721, 999})
+STICKY_CODES = frozenset(
+    {
+        4,
+        46,
+        201,
+        214,
+        219,
+        220,
+        226,
+        700,
+        702,
+        709,
+        710,
+        714,
+        715,
+        716,
+        717,
+        718,
+        719,
+        720,
+        721,
+        999,
+    }
+)
 
 
 def device_error(code: int, what: str) -> DeviceError:
@@ -140,6 +162,10 @@ class Device(Protocol):
     """
 
     caps: DeviceCaps
+    #: What a fence of None means (INV-338): it has passed, or it is the next step's.
+    none_fence_has_passed: bool
+    #: True after a close that left work outstanding: gate words and arenas must then be leaked.
+    holds_memory: bool
 
     def create_pool(self, name: str, slot_count: int, page_bytes: int) -> DevicePool:
         """Allocate a pool. Raises: CapacityError: the device has no memory."""

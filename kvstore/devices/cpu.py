@@ -72,7 +72,7 @@ class CpuStream:
         self.name = name
         self.capture = ""
 
-    def wait_event(self, event: CpuEvent) -> None:
+    def wait_event(self, event: Any) -> None:
         """Let later work of this stream wait for ``event``."""
         device = self.device
         device.check_call("wait_event")
@@ -88,8 +88,9 @@ class CpuStream:
         if ticket.words is not words:
             raise LogicError("the ticket belongs to gate words that the device does not know")
         address = words.word_address(ticket.word)
-        result = device.queues.wait_word(self.number, address, ticket.generation,
-                                         sleepers=address + GATE_SLEEPERS_OFFSET)
+        result = device.queues.wait_word(
+            self.number, address, ticket.generation, sleepers=address + GATE_SLEEPERS_OFFSET
+        )
         device.raise_for(result, "wait_ticket")
 
     def wait_word(self, address: int, value: int, bits: int = 64) -> None:
@@ -105,9 +106,7 @@ class CpuStream:
         result = self.device.queues.write_word(self.number, address, value & (1 << 64) - 1)
         self.device.raise_for(result, "write_word")
 
-    def work(
-        self, duration_ns: int, address: int = 0, length: int = 0, value: int = 0
-    ) -> None:
+    def work(self, duration_ns: int, address: int = 0, length: int = 0, value: int = 0) -> None:
         """Enqueue a stand-in for a kernel: take a while, then fill ``length`` bytes."""
         result = self.device.queues.work(self.number, address, length, value, duration_ns)
         self.device.raise_for(result, "work")
@@ -149,6 +148,10 @@ class CpuDevice:
     ``gates=False`` is a device without stream memory operations (INV-212).
     """
 
+    none_fence_has_passed = True
+    #: Closing joins the workers, so host memory is never in use afterwards.
+    holds_memory = False
+
     def __init__(
         self,
         gate_words: GateWords | None = None,
@@ -158,8 +161,9 @@ class CpuDevice:
     ) -> None:
         self.gate_words = gate_words
         self.queues = CpuQueues(queues or CpuQueueConfig())
-        self.caps = DeviceCaps(kind="cpu", memops64=gates and gate_words is not None,
-                               memops32=gates, batch_copy=2)
+        self.caps = DeviceCaps(
+            kind="cpu", memops64=gates and gate_words is not None, memops32=gates, batch_copy=2
+        )
         self.regions = HostRegions()
         self._roles: dict[str, CpuStream] = {}
         self._streams: list[CpuStream] = []
@@ -249,8 +253,8 @@ class CpuDevice:
 
     def copy_pages(
         self,
-        stream: CpuStream,
-        pool: PagePool,
+        stream: Any,
+        pool: Any,
         device_slots: SlotIds,
         host: HostLayout,
         host_slots: SlotIds,
@@ -263,22 +267,23 @@ class CpuDevice:
             return
         self.regions.check(host, hosts)
         to_device = direction is CopyDirection.TO_DEVICE
-        result = self.queues.copy(stream.number, pool.plan(host), device, hosts,
-                                  to_device=to_device)
+        result = self.queues.copy(
+            stream.number, pool.plan(host), device, hosts, to_device=to_device
+        )
         self.raise_for(result, "copy_pages")
 
-    def notify(self, stream: CpuStream, queue: Completions, token: int) -> None:
+    def notify(self, stream: Any, queue: Completions, token: int) -> None:
         """Complete ``token`` (status 0 or the device's error) when the stream gets here."""
         self.check_call("notify", stream)
         self.raise_for(self.queues.notify(stream.number, queue, token), "notify")
 
-    def notify_event(self, event: CpuEvent, queue: Completions, token: int) -> None:
+    def notify_event(self, event: Any, queue: Completions, token: int) -> None:
         """Complete ``token`` when ``event`` has passed."""
         self.check_call("notify_event")
         self.raise_for(self.queues.notify_event(event.handle, queue, token), "notify_event")
 
     def synchronize(self, timeout: float = 10.0) -> None:
-        """Block until all streams are idle. Raises: DeviceError: lost, or not within ``timeout``."""
+        """Block until all streams are idle. Raises: DeviceError: lost, or over ``timeout``."""
         if not self._closed:
             self.raise_for(self.queues.synchronize(int(timeout * 1e9)), "synchronize")
 
@@ -372,7 +377,7 @@ def _as_array(
 ) -> Any:
     """Return a numpy view, or a torch one when ``dtype`` is a torch dtype."""
     if type(dtype).__module__ == "torch":
-        import torch  # noqa: PLC0415  (optional: only with a torch dtype in hand)
+        import torch
 
         sizes = pool_shape(slot_count, page_bytes, dtype.itemsize, shape)
         return torch.from_numpy(array).view(dtype).view(sizes)

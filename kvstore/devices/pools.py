@@ -40,8 +40,9 @@ def _strided(tensor: Any) -> _Strided:
     if interface is None:
         interface = getattr(tensor, "__array_interface__", None)
     if interface is None:
-        raise ConfigError(f"tensors: cannot read the address of {type(tensor).__name__}",
-                          field="tensors")
+        raise ConfigError(
+            f"tensors: cannot read the address of {type(tensor).__name__}", field="tensors"
+        )
     item = np.dtype(interface["typestr"]).itemsize
     shape = tuple(int(size) for size in interface["shape"])
     strides = interface.get("strides") or tuple(
@@ -54,14 +55,18 @@ def _pieces(tensor: Any, block_dim: int) -> tuple[int, list[tuple[int, int, int]
     """Return the block count and (address, stride, bytes) of each piece of one tensor."""
     view = _strided(tensor)
     if block_dim >= len(view.shape):
-        raise ConfigError(f"block_dim: tensor has {len(view.shape)} dimensions, got {block_dim}",
-                          field="block_dim")
+        raise ConfigError(
+            f"block_dim: tensor has {len(view.shape)} dimensions, got {block_dim}",
+            field="block_dim",
+        )
     inner = view.item_bytes
-    for size, stride in zip(reversed(view.shape[block_dim + 1 :]),
-                            reversed(view.strides[block_dim + 1 :]), strict=True):
+    for size, stride in zip(
+        reversed(view.shape[block_dim + 1 :]), reversed(view.strides[block_dim + 1 :]), strict=True
+    ):
         if size != 1 and stride != inner:
-            raise ConfigError("tensors: the dimensions behind block_dim must be contiguous",
-                              field="tensors")
+            raise ConfigError(
+                "tensors: the dimensions behind block_dim must be contiguous", field="tensors"
+            )
         inner *= size
     pieces = []
     for outer in np.ndindex(*view.shape[:block_dim]):
@@ -92,12 +97,18 @@ class PagePool:
 
     @classmethod
     def contiguous(
-        cls, name: str, slot_count: int, page_bytes: int, address: int, owner: Any,
+        cls,
+        name: str,
+        slot_count: int,
+        page_bytes: int,
+        address: int,
+        owner: Any,
         view: Callable[..., Any],
     ) -> PagePool:
         """Return a pool that is one buffer of ``slot_count * page_bytes`` bytes."""
-        one = [np.array([value], np.uint64) for value in (address, page_bytes, page_bytes)]
-        return cls(name, slot_count, page_bytes, *one, owner, view=view)
+        base = np.array([address], np.uint64)
+        size = np.array([page_bytes], np.uint64)
+        return cls(name, slot_count, page_bytes, base, size, size, owner, view=view)
 
     @classmethod
     def adopted(
@@ -112,8 +123,9 @@ class PagePool:
         read = [_pieces(tensor, block_dim) for tensor in tensors]
         counts = {count for count, _ in read}
         if len(counts) != 1:
-            raise ConfigError(f"tensors: group {name!r} has tensors of {sorted(counts)} blocks",
-                              field="tensors")
+            raise ConfigError(
+                f"tensors: group {name!r} has tensors of {sorted(counts)} blocks", field="tensors"
+            )
         pieces = np.array([piece for _, parts in read for piece in parts], np.uint64)
         total = int(pieces[:, 2].sum())
         if total != page_bytes:
@@ -121,8 +133,10 @@ class PagePool:
                 f"page_bytes: group {name!r} says {page_bytes}, its tensors hold {total} per block",
                 field="page_bytes",
             )
-        columns = [np.ascontiguousarray(pieces[:, column]) for column in range(3)]
-        return cls(name, counts.pop(), page_bytes, *columns, list(tensors), is_adopted=True)
+        bases, strides, sizes = (np.ascontiguousarray(pieces[:, column]) for column in range(3))
+        return cls(
+            name, counts.pop(), page_bytes, bases, strides, sizes, list(tensors), is_adopted=True
+        )
 
     def as_tensor(self, dtype: Any = None, shape: Sequence[int] | None = None) -> Any:
         """Return the pool as (slot_count, ...) tensor; an adopted pool returns its tensors.
@@ -142,9 +156,16 @@ class PagePool:
             if self.page_bytes > room:
                 raise LogicError(f"a page of {self.page_bytes} bytes does not fit a slot of {room}")
             plan = PagePlan(
-                self.bases, self.strides, self.sizes,
-                (host.base, host.slot_bytes, host.slots_per_slab, host.slab_bytes,
-                 host.payload_offset),
+                self.bases,
+                self.strides,
+                self.sizes,
+                (
+                    host.base,
+                    host.slot_bytes,
+                    host.slots_per_slab,
+                    host.slab_bytes,
+                    host.payload_offset,
+                ),
             )
             self._plans[host] = plan
         return plan
@@ -156,8 +177,7 @@ class PagePool:
         if device.shape != host.shape or device.ndim != 1:
             raise LogicError(f"slot arrays differ: {device.shape} and {host.shape}")
         if len(device) and not (
-            0 <= int(device.min()) and int(device.max()) < self.slot_count
-            and int(host.min()) >= 0
+            0 <= int(device.min()) and int(device.max()) < self.slot_count and int(host.min()) >= 0
         ):
             raise LogicError(f"slot id outside pool {self.name!r} of {self.slot_count} slots")
         return device, host

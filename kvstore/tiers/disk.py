@@ -15,6 +15,7 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
+import logging
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,8 @@ from kvstore._uring.base import (
 from kvstore.config import IoClass
 from kvstore.errors import BusyError, CapacityError, ConfigError, FormatError
 from kvstore.tiers import disk_format as fmt
+
+logger = logging.getLogger(__name__)
 
 ALLOCATE_PART_BYTES = 1 << 30
 SCAN_SLOTS = 256
@@ -496,9 +499,15 @@ class DiskTier:
         for group in self.groups:
             self._make_template(group)
 
-    def close_files(self) -> list[BaseException]:
-        """Close every file and give the locks up; one failure does not spare the others (C28)."""
+    def close_files(self, *, leak: bool = False) -> list[BaseException]:
+        """Close every file and give the locks up; one failure does not spare the others (C28).
+
+        ``leak``: transfers never came back, so files and locks stay with the process (INV-139).
+        """
         errors: list[BaseException] = []
+        if leak:
+            logger.error("leaving the slot files open: transfers never came back")
+            return errors
         for group in self.groups:
             for file_id in group.file_ids:
                 _collect(errors, self._engine.unregister_file, file_id)

@@ -94,7 +94,7 @@ class TableModel:
         levels = [
             LevelSpec(
                 tier=tier,
-                slot_counts=tuple(3 + draw(6) for _ in groups),
+                slot_counts=tuple(3 + draw((6, 12)[draw(2)]) for _ in groups),
                 keep_copy=tier is not Tier.DEVICE and draw(2) == 0,
                 share_fraction=fractions[draw(3)],
             )
@@ -350,7 +350,7 @@ class TableModel:
 
     def open(self) -> None:
         """Match a random path and hold what it finds."""
-        if len(self.sessions) >= 4:
+        if len(self.sessions) >= 5:
             return
         length = 1 + self.draw(self.DEPTH)
         path = [self.draw(2) for _ in range(length)]
@@ -597,7 +597,7 @@ class TableModel:
         if len(self.spec.levels) < 2:
             return
         level = 1 + self.draw(len(self.spec.levels) - 1)
-        counts = [2 + self.draw(8) for _ in self.spec.groups]
+        counts = [2 + self.draw(12) for _ in self.spec.groups]
         pools = self.tables.pools[level]
         copies = [pool.copies.count for pool in pools]
         totals = [pool.total for pool in pools]
@@ -637,8 +637,8 @@ class TableModel:
         ("close", 4),
         ("cancel", 2),
         ("fork", 2),
-        ("prefetch", 2),
-        ("resize", 1),
+        ("prefetch", 5),
+        ("resize", 3),
         ("pass_kernel", 6),
         ("run_move", 16),
     )

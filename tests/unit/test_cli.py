@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import io
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import kvstore
 from kvstore import cli, doctor
+from kvstore._uring.probe import SystemProbe
 from kvstore.config import IoConfig
 from kvstore.exporters import jsonfile
 from kvstore.stats import EngineStats, PoolStats, StoreStats
@@ -161,6 +165,37 @@ def test_inspect_shows_superblock_and_slots(slot_file: Path) -> None:
     assert "0202020202020202" in text
 
 
+def test_fsck_and_inspect_read_what_a_store_wrote(tmp_path: Path) -> None:
+    """Files of a real store are in use while it runs, and sound afterwards (INV-923, INV-926)."""
+    page_bytes, tokens = 16 << 10, list(range(80))
+    config = kvstore.StoreConfig(
+        block_tokens=8,
+        pool_groups=(kvstore.PoolGroupConfig("full", page_bytes=page_bytes),),
+        device=kvstore.DeviceTierConfig(gpu_cache_size=16 * page_bytes),
+        host=kvstore.HostTierConfig(host_cache_size=16 * page_bytes),
+        disk=kvstore.DiskTierConfig(disk_cache_size=32 * page_bytes, disk_cache_path=str(tmp_path)),
+        fingerprint="model",
+    )
+
+    async def main() -> None:
+        async with kvstore.open_store(config) as store:
+            async with store.session(tokens) as session:
+                await session.resume()
+                assert session.try_grow(len(tokens))
+                session.commit(tokens)
+            assert run("fsck", tmp_path)[0] == 2
+            await store.aclose(flush=True)
+
+    asyncio.run(main())
+    code, text = run("fsck", tmp_path, "--json")
+    slots = json.loads(text)["files"][0]["slots"]
+    assert code == 0
+    assert (slots["good"], slots["free"]) == (10, 15)  # a slot is header and page: 20 KiB
+    code, text = run("inspect", tmp_path, "--slots", "--json")
+    blocks = [entry["block_index"] for entry in json.loads(text)["files"][0]["entries"]]
+    assert sorted(blocks) == list(range(10))
+
+
 def test_top_shows_pools_and_classes(tmp_path: Path) -> None:
     """One view of a statistics file names pools, paths and classes."""
     stats = StoreStats(
@@ -215,6 +250,66 @@ def test_calibration_measures_and_leaves_nothing(
     assert proposal["inflight_bytes"] == 4 * proposal["background_inflight_bytes"]
     assert list(tmp_path.iterdir()) == []
     assert run("doctor", "--directory", tmp_path, "--calibrate", "--size", "16m")[0] == 0
+
+
+class FakeDriver:
+    """Two GPUs, of which the second cannot wait on 64-bit words."""
+
+    def __init__(self, _name: str = "", status: int = 0) -> None:
+        self.status = status
+
+    def cuInit(self, _flags: int) -> int:
+        return self.status
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = 2
+        return 0
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:
+        device._obj.value = index
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:
+        value._obj.value = int(attribute == 122 and device.value == 0)
+        return 0
+
+
+def test_doctor_asks_every_gpu_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ability to wait on 64-bit words is reported per device (INV-212)."""
+    monkeypatch.setattr(doctor.ctypes, "CDLL", FakeDriver)
+    checks = {check["name"]: check["status"] for check in doctor.check_cuda()}
+    assert checks["memops cuda:0"] == "ok"
+    assert checks["memops cuda:1"] == "warn"
+
+
+def test_doctor_lives_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No driver, or one that finds no GPU, is a finding and not an error."""
+
+    def refuse(_name: str) -> None:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(doctor.ctypes, "CDLL", refuse)
+    assert [check["status"] for check in doctor.check_cuda()] == ["missing"]
+    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: FakeDriver(name, 100))
+    assert [check["status"] for check in doctor.check_cuda()] == ["missing"]
+
+
+def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without io_uring, huge pages and memory lock gets a reason for each (INV-127)."""
+    probe = SystemProbe(
+        io_uring=False,
+        io_uring_reason="io_uring is not permitted (seccomp profile)",
+        registered_buffers_reason="no ring",
+        memlock_bytes=65536,
+        huge_pages=False,
+        huge_pages_setting="never",
+    )
+    monkeypatch.setattr(doctor, "_has_capability", lambda _number: False)
+    checks = {check["name"]: check for check in doctor.check_engine(probe)}
+    assert {check["status"] for check in checks.values()} == {"warn"}
+    assert "seccomp" in checks["io_uring"]["text"]
+    assert "ulimit -l" in checks["memlock"]["text"]
+    assert "never" in checks["huge pages"]["text"]
 
 
 def test_proposed_bounds_are_bandwidth_times_six_milliseconds() -> None:

@@ -28,7 +28,7 @@ def config(path: Path, engine: str, **options: Any) -> kvstore.StoreConfig:
         host=kvstore.HostTierConfig(**host, **options.pop("host", {})),
         disk=kvstore.DiskTierConfig(**disk, **options.pop("disk", {})),
         io=kvstore.IoConfig(io_engine=engine),
-        check_invariants=False,
+        check_invariants=True,
         **options,
     )
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import faulthandler
+import shutil
+import subprocess
+import time
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -15,6 +20,7 @@ from kvstore._uring.device_native import CpuQueueConfig
 from kvstore._uring.native import Arena, CompletionQueue, GateRing
 from kvstore.devices.base import CopyDirection, HostLayout
 from kvstore.devices.cpu import CpuDevice
+from kvstore.errors import KVStoreError
 
 WATCHDOG_S = 20.0
 
@@ -22,9 +28,7 @@ WATCHDOG_S = 20.0
 class Harness:
     """One device, one gate ring, one host area of slots; everything is closed at the end."""
 
-    def __init__(
-        self, *, page_bytes: int = 8192, host_slots: int = 64, words: int = 256
-    ) -> None:
+    def __init__(self, *, page_bytes: int = 8192, host_slots: int = 64, words: int = 256) -> None:
         self.page_bytes = page_bytes
         self.ring = GateRing(words)
         slot_bytes = 4096 + page_bytes
@@ -65,13 +69,15 @@ class Harness:
 
     def to_device(self, stream: Any, pool: Any, device: list[int], host: list[int]) -> None:
         """Enqueue host -> device copies."""
-        self.device.copy_pages(stream, pool, self.ids(*device), self.host, self.ids(*host),
-                               CopyDirection.TO_DEVICE)
+        self.device.copy_pages(
+            stream, pool, self.ids(*device), self.host, self.ids(*host), CopyDirection.TO_DEVICE
+        )
 
     def to_host(self, stream: Any, pool: Any, device: list[int], host: list[int]) -> None:
         """Enqueue device -> host copies."""
-        self.device.copy_pages(stream, pool, self.ids(*device), self.host, self.ids(*host),
-                               CopyDirection.TO_HOST)
+        self.device.copy_pages(
+            stream, pool, self.ids(*device), self.host, self.ids(*host), CopyDirection.TO_HOST
+        )
 
     def close(self) -> None:
         """Open every gate, then close devices and memory."""
@@ -156,3 +162,72 @@ def on_loop() -> Callable[[Callable[[Waiting], Coroutine[Any, Any, None]]], None
             runner.run(main())
 
     return run
+
+
+class FakeDriver:
+    """The stand-in driver of one test: a copy of the library, so that its state is its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._library = ctypes.CDLL(self.path)
+        self._library.fake_get.restype = ctypes.c_long
+        self._library.fake_set.argtypes = [ctypes.c_char_p, ctypes.c_long]
+
+    def __setitem__(self, name: str, value: int) -> None:
+        self._library.fake_set(name.encode(), value)
+
+    def settle(self) -> None:
+        """Give streams that were abandoned time to leave memory that is about to be unmapped."""
+        time.sleep(0.05)
+
+    def __getitem__(self, name: str) -> int:
+        return int(self._library.fake_get(name.encode()))
+
+
+@pytest.fixture(scope="session")
+def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the stand-in for libcuda once."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler for the stand-in driver")
+    target = tmp_path_factory.mktemp("fake") / "libcuda.so.1"
+    source = Path(__file__).parents[2] / "gpu" / "fake_libcuda.c"
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-g", "-o", target, source, "-lpthread"], check=True
+    )
+    return target
+
+
+@pytest.fixture
+def fake(fake_library: Path, tmp_path: Path) -> FakeDriver:
+    """Give a stand-in driver with fresh state."""
+    mine = tmp_path / "libcuda.so.1"
+    shutil.copy(fake_library, mine)
+    return FakeDriver(mine)
+
+
+def gpu_reason() -> str:
+    """Return why no real GPU can be used, or an empty string."""
+    from kvstore.devices.cuda import CudaDevice
+
+    try:
+        CudaDevice(0, calibrate=False).close()
+    except KVStoreError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(params=["cpu", "fake", pytest.param("cuda", marks=pytest.mark.gpu)])
+def any_device(request: pytest.FixtureRequest, harness: Harness) -> Any:
+    """Give each kind of device in turn, over the harness's gate words and host slots."""
+    from kvstore.devices.cuda import CudaDevice
+
+    if request.param == "cpu":
+        return harness.open()
+    if request.param == "fake":
+        fake = request.getfixturevalue("fake")
+        return harness.use(CudaDevice(0, harness.ring, library=fake.path, calibrate=False))
+    reason = gpu_reason()
+    if reason:
+        pytest.skip(reason)
+    return harness.use(CudaDevice(0, harness.ring))

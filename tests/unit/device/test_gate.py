@@ -156,8 +156,12 @@ def test_c19_a_failed_launch_publishes_its_ticket(harness: Any, on_loop: Any) ->
         with pytest.raises(DeviceError):
             gate.take(stream)
         stats = gate.stats()
-        assert (1, 1, 0, 1) == (stats.taken, stats.published_failed, stats.open,
-                                stats.await_fallbacks)
+        assert (1, 1, 0, 1) == (
+            stats.taken,
+            stats.published_failed,
+            stats.open,
+            stats.await_fallbacks,
+        )
         ticket = gate.take(stream)
         ticket.publish()
         assert await waiting.notified(device, stream) == 0
