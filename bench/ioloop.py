@@ -42,6 +42,8 @@ _OUTCOME_DTYPE = np.dtype(
     {"names": ["token", "outcome"], "formats": ["<i8", "<u8"], "offsets": [0, 16], "itemsize": 24}
 )
 _GOOD = np.uint64(_FINAL << 32 | OK)
+#: Transfers of one call to the engine when a turn answers many.
+PART = 8
 #: Turns whose figures are counted together.
 _LOG_TURNS = 512
 _DEPTH_STEPS = (64, 32, 16, 8, 4, 2, 1)
@@ -340,7 +342,11 @@ class Lane:
         self._complete(slots, records["status"].astype(np.int64), records["flags"].astype(np.int64))
 
     def _answer(self, slots: npt.NDArray[np.int64]) -> bool:
-        """Note a plain turn and issue as many transfers again; False if it is not that simple."""
+        """Note a plain turn and issue as many transfers again; False if it is not that simple.
+
+        A large turn is issued in parts, so that the engine starts on the first while the rest is
+        being prepared.
+        """
         count = len(slots)
         if self._stopping or len(self._free) or self._limit_bytes:
             return False
@@ -348,16 +354,19 @@ class Lane:
         if offsets is None:
             return False
         now = self._clock_ns()
+        times = self._times[slots]
+        for start in range(0, count, PART):
+            part = slots[start : start + PART]
+            records = self._records[part]
+            records["offset"] = offsets[start : start + PART]
+            self._engine.submit(self._queue, records)
+            self._times[part] = (now, self._clock_ns())
+        self._count_depth(count)
         if now >= self.window_ns:
-            self._log.append((self._times[slots], now, None, None))
             self.last_ns = now
+            self._log.append((times, now, None, None))
             if len(self._log) >= _LOG_TURNS:
                 self.flush()
-        records = self._records[slots]
-        records["offset"] = offsets
-        self._engine.submit(self._queue, records)
-        self._times[slots] = (now, self._clock_ns())
-        self._count_depth(count)
         return True
 
     def _complete(

@@ -118,6 +118,7 @@ def fio_arguments(work: Workload, ioengine: str) -> list[str]:
         "--fallocate=none",
         "--allow_file_create=0",
         "--iomem=mmap",
+        "--iomem_align=2m",  # or small totals miss the huge pages that ours get
     ]
     if ioengine == "io_uring":
         arguments += [
