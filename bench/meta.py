@@ -37,7 +37,7 @@ def _resident_bytes() -> int:
 class _Bench:
     """Tables of one size, filled with prefixes of `PREFIX_PAGES` blocks."""
 
-    def __init__(self, page_count: int) -> None:
+    def __init__(self, page_count: int, host_prefixes: int) -> None:
         self.prefix_pages = min(PREFIX_PAGES, page_count // 4)
         self.page_count = page_count // self.prefix_pages * self.prefix_pages
         slack = 2 * self.prefix_pages
@@ -45,7 +45,7 @@ class _Bench:
             groups=(GroupSpec(name="full"),),
             levels=(
                 LevelSpec(tier=Tier.DEVICE, slot_counts=(self.page_count + slack,)),
-                LevelSpec(tier=Tier.HOST, slot_counts=(4 * self.prefix_pages,)),
+                LevelSpec(tier=Tier.HOST, slot_counts=(host_prefixes * self.prefix_pages,)),
                 LevelSpec(tier=Tier.DISK, slot_counts=(4 * self.prefix_pages,)),
             ),
             block_tokens=BLOCK_TOKENS,
@@ -134,11 +134,10 @@ class _Bench:
 def measure(page_count: int, repeats: int) -> dict[str, Any]:
     """Measure one size; return microseconds per page or block, bytes per page, longest call."""
     gc.collect()
-    bench = _Bench(page_count)
+    bench = _Bench(page_count, repeats + 1)
     before = _resident_bytes()
-    known: list[list[BlockKey]] = []
-    for _ in range(bench.page_count // bench.prefix_pages):
-        known.append(bench.session()[0])
+    prefixes = bench.page_count // bench.prefix_pages
+    known: list[list[BlockKey]] = [bench.session()[0] for _ in range(prefixes)]
     del_keys = sum(sys.getsizeof(keys) for keys in known)
     bytes_per_page = (_resident_bytes() - before - del_keys) / bench.page_count
     bench.holds_s.clear()
@@ -183,7 +182,7 @@ def measure(page_count: int, repeats: int) -> dict[str, Any]:
 @click.option(
     "--output-format", type=click.Choice(["normal", "json"]), default="normal", show_default=True
 )
-def command(pages: tuple[int, ...], repeats: int, no_gc: bool, output_format: str) -> None:  # noqa: FBT001
+def command(pages: tuple[int, ...], repeats: int, no_gc: bool, output_format: str) -> None:
     """Measure what match, plan, apply, commit, suspend and evict cost per page."""
     if no_gc:
         gc.disable()

@@ -38,7 +38,6 @@ from kvstore.core.tables import Tables
 from kvstore.devices.base import CopyDirection, Stream
 from kvstore.errors import DeviceError, KVStoreError, StoreClosed
 from kvstore.gate import GateTicket
-from kvstore.tiers import disk as disk_tier
 from kvstore.tiers import disk_format
 from kvstore.tiers.device import CopyBatch, DeviceTier
 from kvstore.tiers.disk import DiskTier, Transfer
@@ -67,6 +66,7 @@ class Flight:
         "_loop",
         "_on_done",
         "_on_page",
+        "deadline_at",
         "failed",
         "is_cancelled",
         "level",
@@ -86,7 +86,14 @@ class Flight:
         self.open_count: dict[int, int] = {}  # by pool group
         self.failed: dict[Page, int] = {}
         self.is_cancelled = False
+        self.deadline_at = 0.0  # loop time; 0: every transfer has the default deadline
         self.timer: asyncio.TimerHandle | None = None
+
+    def set_deadline(self, deadline_at: float, expire: Callable[[Flight], None]) -> None:
+        """Call ``expire`` at a time of the loop, unless everything has ended by then."""
+        self.deadline_at = deadline_at
+        if not self.is_done:
+            self.timer = self._loop.call_at(deadline_at, expire, self)
 
     @property
     def is_done(self) -> bool:
@@ -176,7 +183,6 @@ class _Job:
         "loans",
         "move",
         "stall_timer",
-        "started",
         "status",
         "transfer",
     )
@@ -192,7 +198,6 @@ class _Job:
         self.is_told = False
         self.is_ended = False  # no piece of its disk transfer is in flight
         self.copies_open = 0
-        self.started = 0.0
         self.stall_timer: asyncio.TimerHandle | None = None
 
     def give_back(self) -> None:
@@ -274,6 +279,9 @@ class Executor:
         }
         self._copy_slots: dict[_Job, tuple[int, int]] = {}
         self._is_flush_scheduled = False
+        self.is_closing = False
+        self._landless: dict[_Job, None] = {}  # jobs that wait for a landing slot
+        self._landing_timer: asyncio.TimerHandle | None = None
         self.on_idle: list[Callable[[], None]] = []
         self.on_event: Callable[[Any], None] | None = None
         self.on_shrunk: Callable[[list[tuple[int, int]]], None] = lambda _: None
@@ -349,10 +357,13 @@ class Executor:
         if job is not None:  # second start of a bounced move: from the bounce slot to the target
             assert move.via_bounce
             assert move.state is MoveState.STARTED
-            self._push(job)
+            self._push(job)  # also while closing: the bounce slot ends with the job
             return
         job = self.jobs[move] = _Job(move)
-        job.started = self._loop.time()
+        if self.is_closing:
+            job.is_cancelled = True
+            self._end(job, CANCELLED)
+            return
         source, target = self._tiers[move.source.level], self._tiers[move.target.level]
         if move.via_bounce:
             self._land(job, self._bounce[move.page.group])
@@ -377,15 +388,38 @@ class Executor:
     def _land(self, job: _Job, loans: SlotLoans) -> None:
         job.loans = loans
 
-        def taken(slot_id: int) -> None:
-            if job.is_cancelled:
-                loans.give(slot_id)
-                return
+        def taken(slot_id: int) -> bool:
+            if job.move not in self.jobs:
+                return False
             job.landing = slot_id
+            self._landless.pop(job, None)
             self._pull(job)
             self._schedule_flush()
+            return True
 
+        self._landless[job] = None
         loans.take(taken)
+        if self._landless and self._landing_timer is None:
+            self._watch_landing()
+
+    def _watch_landing(self) -> None:
+        """Fail those who wait for landing slots when none comes back any more (INV-119).
+
+        Slots that transfers never gave back would otherwise keep every later move waiting.
+        """
+        given = [loans.given_count for loans in (*self._staging, *self._bounce)]
+
+        def check() -> None:
+            self._landing_timer = None
+            now = [loans.given_count for loans in (*self._staging, *self._bounce)]
+            if now == given:
+                stuck, self._landless = list(self._landless), {}
+                for job in stuck:
+                    self._end(job, DEADLINE)
+            if self._landless:
+                self._watch_landing()
+
+        self._landing_timer = self._loop.call_later(self._stall_s, self._guarded, check)
 
     def _pull(self, job: _Job) -> None:
         """Bring the bytes from the source into the landing slot."""
@@ -583,10 +617,19 @@ class Executor:
             callback=lambda status, flags, _: self._guarded(
                 self._transferred, job, transfer, status, flags
             ),
-            # The waiters of a read have deadlines of their own, and the latest wins (INV-336).
-            deadline_ns=disk_tier.NO_DEADLINE if opcode is Opcode.READ else 0,
+            deadline_ns=self._deadline_ns(page) if opcode is Opcode.READ else 0,
         )
         self._transfers.append((job, transfer))
+
+    def _deadline_ns(self, page: Page) -> int:
+        """Return the latest deadline of those who wait, if it is later than the default (INV-336).
+
+        An earlier one ends that wait only. 0 is the engine's default.
+        """
+        latest = max((flight.deadline_at for flight in self._waiters.get(page, ())), default=0.0)
+        if latest <= self._loop.time() + self._stall_s:
+            return 0
+        return round(latest * 1e9)
 
     def _flush_transfers(self) -> None:
         batch, self._transfers = self._transfers, []
@@ -682,17 +725,21 @@ class Executor:
         if self.jobs.pop(move, None) is None:
             return
         job.is_ended = True
+        is_withdrawn = job.is_cancelled or move.page.move is not move
+        self._landless.pop(job, None)
         if job.stall_timer is not None:
             job.stall_timer.cancel()
         if status == OK:
             self._tables.move_done(move)
         elif status == CANCELLED and job.is_cancelled:
             self._tables.move_cancelled(move)
+        elif job.loans is not None and job.landing < 0:
+            self._tables.move_failed(move, status, is_source_bad=False)
         else:
             self._tables.move_failed(move, status)
         job.give_back()
         self.room_grew = True
-        self.review(move.page, status)
+        self.review(move.page, OK if is_withdrawn else status)
         if not self.jobs:
             callbacks, self.on_idle = self.on_idle, []
             for callback in callbacks:
@@ -715,7 +762,12 @@ class Executor:
                 flight.fail(page, status or RETRY)
 
     def _tell_waiters(self, job: _Job, status: int) -> None:
-        """Tell the waiters the verdict at once; the slot stays with the move until its end."""
+        """Tell the waiters the verdict at once; the slot stays with the move until its end.
+
+        A move that was withdrawn has none: who waits for its page now waits for another move.
+        """
+        if job.is_cancelled or job.move.page.move is not job.move:
+            return
         for flight in self._waiters.pop(job.move.page, ()):
             flight.fail(job.move.page, status)
 
@@ -794,7 +846,8 @@ class Executor:
             flight.abandon()
 
     def cancel_all(self) -> None:
-        """Withdraw every transfer that is open; the store is closing (INV-908)."""
+        """Withdraw every transfer that is open and start no other; the store is closing (INV-908)."""
+        self.is_closing = True
         self.abandon_waiters()
         for move in list(self.jobs):
             self._withdraw(move)

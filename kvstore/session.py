@@ -25,7 +25,7 @@ from kvstore import config as cfg
 from kvstore._uring.base import DEADLINE, OK
 from kvstore.core.page import Page, PageState
 from kvstore.core.slots import Fence
-from kvstore.core.tables import Applied, Plan, Refusal, Tables
+from kvstore.core.tables import PASSED, Applied, Plan, Refusal, Tables
 from kvstore.devices.base import Stream
 from kvstore.errors import DeadlineError, EngineError, LogicError, OutOfPages, PagesLost
 from kvstore.executor import RETRY, Executor, Flight, Gated
@@ -298,14 +298,19 @@ class Restore:
 class _Waiting:
     """One restore in the queue."""
 
-    __slots__ = ("future", "pages", "session")
+    __slots__ = ("deadline_at", "future", "pages", "session")
 
     def __init__(
-        self, session: Session, pages: list[Page], future: asyncio.Future[Started]
+        self,
+        session: Session,
+        pages: list[Page],
+        future: asyncio.Future[Started],
+        deadline_at: float | None,
     ) -> None:
         self.session = session
         self.pages = pages
         self.future = future
+        self.deadline_at = deadline_at
 
 
 @dataclass(slots=True)
@@ -352,28 +357,46 @@ class RestoreQueue:
         """Restores that wait for slots."""
         return len(self._waiting)
 
-    def start_now(self, session: Session, pages: list[Page]) -> Started | Refusal | None:
+    def start_now(
+        self, session: Session, pages: list[Page], deadline_at: float | None
+    ) -> Started | Refusal | None:
         """Start a restore if nobody older waits and it fits; None: it is not its turn."""
         if self._waiting:
             return None
-        return self._start(session, pages)
+        return self._start(session, pages, deadline_at)
 
     async def start(
-        self, session: Session, pages: list[Page], *, wait: bool, deadline_at: float | None
+        self,
+        session: Session,
+        pages: list[Page],
+        *,
+        wait: bool,
+        deadline_at: float | None,
+        is_again: bool = False,
     ) -> Started:
         """Start a restore now or when its turn comes.
 
+        ``is_again``: the restore had its turn and needs another one, so it is older than all that
+        wait. If it has to wait it gives its locks up first: nobody waits with half of its slots.
         Cancellation: leaves the queue. Raises: OutOfPages: it never fits, or ``wait`` is False.
         DeadlineError: the deadline passed before its turn came.
         """
-        started = self.start_now(session, pages)
+        if is_again:
+            started = self._start(session, pages, deadline_at)
+        else:
+            started = self.start_now(session, pages, deadline_at)
         if isinstance(started, Started):
             return started
         if not wait or (started is not None and started.never):
             raise _out_of_pages(started)
         self.waited_count += 1
-        waiting = _Waiting(session, pages, self._loop.create_future())
-        self._waiting.append(waiting)
+        waiting = _Waiting(session, pages, self._loop.create_future(), deadline_at)
+        if is_again:
+            waiting.pages = session.give_up_locks()
+            self._waiting.appendleft(waiting)
+            self._store.settle()
+        else:
+            self._waiting.append(waiting)
         timer = None
         if deadline_at is not None:
             timer = self._loop.call_at(deadline_at, _expire, waiting.future)
@@ -402,7 +425,7 @@ class RestoreQueue:
             if head.future.done():
                 self._waiting.popleft()
                 continue
-            started = self._start(head.session, head.pages)
+            started = self._start(head.session, head.pages, head.deadline_at)
             if isinstance(started, Started):
                 head.future.set_result(started)
             elif started is not None and started.never:
@@ -426,7 +449,9 @@ class RestoreQueue:
             self._waiting.remove(waiting)
         self.pump()
 
-    def _start(self, session: Session, pages: list[Page]) -> Started | Refusal | None:
+    def _start(
+        self, session: Session, pages: list[Page], deadline_at: float | None
+    ) -> Started | Refusal | None:
         tables = self._store.tables
         pages = [page for page in pages if page.state is not PageState.DEAD]
         need = [0] * len(self.budgets)
@@ -447,6 +472,8 @@ class RestoreQueue:
         self._store.executor.attach(
             flight, (page for page in pages if not session.has_locked(page))
         )
+        if deadline_at is not None:
+            flight.set_deadline(deadline_at, self._store.executor.expire)
         self.started_count += 1
         for group, count in enumerate(need):
             self._open[group] += count
@@ -583,6 +610,9 @@ class Session:
             started = self._start_gated(restore, stream, deadline) if gated else None
             if not restore.is_gated:
                 await self._run_restore(restore, started, wait=wait, deadline=deadline)
+            await anyio.lowlevel.checkpoint()  # a loop of resident resumes lets others run
+            if self._state is not SessionState.RESTORING:
+                raise LogicError("resume: the session was closed meanwhile")
         except BaseException:
             self._back_to_suspended()
             raise
@@ -598,6 +628,7 @@ class Session:
     ) -> None:
         """Plan, wait, cut what was lost; until every page left is locked on the device."""
         deadline_at = None if deadline is None else self._now() + deadline
+        is_again = False
         for _ in range(ROUNDS_MAX):
             if started is None:
                 self._cut_lost(restore)
@@ -605,10 +636,11 @@ class Session:
                 if not wanted:
                     return
                 started = await self.store.restores.start(
-                    self, wanted, wait=wait, deadline_at=deadline_at
+                    self, wanted, wait=wait, deadline_at=deadline_at, is_again=is_again
                 )
+            is_again = True
             self._end_prefetches()  # our flight waits for their transfers now
-            await self._await_flight(started.flight, deadline_at)
+            await self._await_flight(started.flight)
             self._take_failures(started.flight, restore, is_own_deadline=deadline is not None)
             started = None
             if self._state is not SessionState.RESTORING:
@@ -616,17 +648,13 @@ class Session:
             self.store.check_open()
         raise LogicError("resume: the pages of this session do not come to rest")
 
-    async def _await_flight(self, flight: Flight, deadline_at: float | None) -> None:
+    async def _await_flight(self, flight: Flight) -> None:
         if flight.is_done:
             return
-        if deadline_at is None:
-            deadline_at = self._now() + self.store.config.io.deadline
-        executor = self.store.executor
-        flight.timer = asyncio.get_running_loop().call_at(deadline_at, executor.expire, flight)
         try:
             await flight.wait()
         except BaseException:
-            executor.detach(flight)
+            self.store.executor.detach(flight)
             raise
 
     def _take_failures(self, flight: Flight, restore: Restore, *, is_own_deadline: bool) -> None:
@@ -706,7 +734,9 @@ class Session:
         locked = [page for page in pages if page in self._locked]
         self._locked.difference_update(locked)
         tables = self.store.tables
-        tables.unlock([page for page in locked if page.state is not PageState.DEAD])
+        # While restoring no kernel of this session has seen the pages yet.
+        fence = PASSED if self._state is SessionState.RESTORING else None
+        tables.unlock([page for page in locked if page.state is not PageState.DEAD], fence)
         tables.unhold([page for page in pages if page.state is not PageState.DEAD])
 
     def _unlocked_pages(self) -> list[Page]:
@@ -734,7 +764,7 @@ class Session:
     def _back_to_suspended(self) -> None:
         if self._state is SessionState.CLOSED:
             return
-        self._unlock_all(None)
+        self._unlock_all(PASSED)
         self._go(SessionState.SUSPENDED)
         self.store.executor.room_grew = True
         self.store.settle()
@@ -753,6 +783,16 @@ class Session:
         self.store.tables.unlock(pages, fence)
         if is_partial:
             self.touch()
+
+    def give_up_locks(self) -> list[Page]:
+        """Turn every lock into a hold while the restore waits for slots; return all its pages.
+
+        Others may use the slots meanwhile, or two half-restored sessions would wait for each
+        other for ever (INV-416).
+        """
+        self._unlock_all(None)
+        self.store.executor.room_grew = True
+        return self._unlocked_pages()
 
     def touch(self) -> None:
         """Use every page once, so that no page is more recently used than its parent (INV-324).
@@ -774,7 +814,8 @@ class Session:
         lease = self.store.take_gate(None if stream is None else self._stream)
         if lease is None:
             return None
-        started = self.store.restores.start_now(self, wanted)
+        deadline_at = None if deadline is None else self._now() + deadline
+        started = self.store.restores.start_now(self, wanted, deadline_at)
         if not isinstance(started, Started):
             lease.end((), is_fallback=True)
             return None
@@ -942,7 +983,7 @@ class Session:
     async def aclose(self) -> None:
         """Give up every page; a second call does nothing (INV-332)."""
         self.close()
-        await anyio.lowlevel.checkpoint_if_cancelled()
+        await anyio.lowlevel.checkpoint()
 
     def close(self, fence: Any = None) -> None:
         """As `aclose`, at once. ``fence`` as in `suspend`."""
@@ -1082,6 +1123,8 @@ class Session:
     ) -> None:
         """Close the session on every way out."""
         self.close()
+        if kind is None:
+            await anyio.lowlevel.checkpoint()
 
     def __del__(self) -> None:
         """Warn of a session that was dropped open; the store is not touched (INV-311)."""

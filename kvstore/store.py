@@ -12,6 +12,7 @@ Memory that a transfer may still write to is leaked on purpose rather than freed
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import threading
@@ -1278,15 +1279,15 @@ class KVStore:
 
     async def _wait_idle(self, limit: float) -> bool:
         executor = self.executor
-        if not executor.jobs:
-            return True
-        idle = self._loop.create_future()
-        executor.on_idle.append(lambda: None if idle.done() else idle.set_result(None))
-        timer = self._loop.call_later(limit, lambda: None if idle.done() else idle.set_result(None))
-        try:
-            await _survive(lambda: _wait(idle))
-        finally:
-            timer.cancel()
+        deadline_at = self._loop.time() + limit
+        while executor.jobs and self._loop.time() < deadline_at:
+            idle = self._loop.create_future()
+            executor.on_idle.append(functools.partial(_resolve, idle))
+            timer = self._loop.call_at(deadline_at, _resolve, idle)
+            try:
+                await _survive(functools.partial(_wait, idle))
+            finally:
+                timer.cancel()
         return not executor.jobs
 
     async def _flush(self) -> None:
@@ -1352,6 +1353,11 @@ class KVStore:
                 self._background_open -= 1
 
         self._group.start_soon(run)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 async def _wait(future: asyncio.Future[Any]) -> None:

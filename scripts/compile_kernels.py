@@ -21,7 +21,7 @@ def compile_ptx(library: str, text: str) -> str:
     program = ctypes.c_void_p()
     name = SOURCE.name.encode()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name, 0, None, None)
-    options = [b"--gpu-architecture=compute_70", b"--std=c++17"]
+    options = [b"--gpu-architecture=compute_75", b"--std=c++17"]
     array = (ctypes.c_char_p * len(options))(*options)
     result = nvrtc.nvrtcCompileProgram(program, len(options), array)
     size = ctypes.c_size_t()

@@ -79,8 +79,8 @@ int kvs_arena_prefault(uint64_t address, uint64_t length, uint32_t threads) {
         assert(count < threads);
     }
     uint32_t started = 0;
-    while (started + 1 < count && pthread_create(&parts[started].thread, NULL, prefault_part,
-                                                 &parts[started]) == 0)
+    while (started + 1 < count &&
+           pthread_create(&parts[started].thread, NULL, prefault_part, &parts[started]) == 0)
         started++;
     for (uint32_t i = started; i < count; i++) prefault_part(&parts[i]);
     int result = 0;

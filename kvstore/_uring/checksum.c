@@ -12,7 +12,8 @@
 uint64_t kvs_xxh3_64(const void *data, uint64_t length) { return XXH3_64bits(data, length); }
 
 enum { PAYLOAD_CHECKSUM_AT = 192, HEADER_CHECKSUM_AT = 200, FIELDS_END = 208 };
-_Static_assert((int)KVS_IDENTITY_BYTES == (int)PAYLOAD_CHECKSUM_AT, "the checksums follow the identity");
+_Static_assert((int)KVS_IDENTITY_BYTES == (int)PAYLOAD_CHECKSUM_AT,
+               "the checksums follow the identity");
 
 static void put64(uint8_t *at, uint64_t value) {
     value = htole64(value);

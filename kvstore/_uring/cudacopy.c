@@ -1052,6 +1052,13 @@ int kvs_spin_until(uint64_t word, uint64_t value, uint64_t timeout_ns, uint64_t 
     return 0;
 }
 
+int kvs_spin_pair(uint64_t first, uint64_t first_value, uint64_t second, uint64_t second_value,
+                  uint64_t timeout_ns, uint64_t *seen_ns)
+{
+    int result = kvs_spin_until(first, first_value, timeout_ns, &seen_ns[0]);
+    return result ? result : kvs_spin_until(second, second_value, timeout_ns, &seen_ns[1]);
+}
+
 int kvs_cuda_gate_latency(kvs_cuda *device, uint64_t stream, uint64_t gate_word, uint64_t done_word,
                           uint64_t first_value, uint32_t count, uint64_t hold_ns, uint64_t *out_ns)
 {

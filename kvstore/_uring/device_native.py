@@ -496,6 +496,13 @@ def spin_until(address: int, value: int, timeout_ns: int) -> int:
     return 0 if lib.kvs_spin_until(address, value, timeout_ns, seen) else int(seen[0])
 
 
+def spin_pair(first: tuple[int, int], second: tuple[int, int], timeout_ns: int) -> tuple[int, int]:
+    """Spin on (address, value) pairs in turn without the GIL; zeros on timeout."""
+    seen = ffi.new("uint64_t[2]")
+    result = lib.kvs_spin_pair(*first, *second, timeout_ns, seen)
+    return (0, 0) if result else (int(seen[0]), int(seen[1]))
+
+
 class WatchCounters(NamedTuple):
     """What the device watch did; an idle watch adds nothing."""
 

@@ -1,5 +1,7 @@
 /* The transfer table: what is open, what is known about it, and who is told.
 
+   A transfer is one page, so one bad sector costs one page (INV-115).
+
    Life of a transfer: FREE -> (SEALING ->) MOVING -> (CHECKING ->) FREE. `users` counts whoever
    may still touch its memory: pieces in the device and native work. A transfer ends, exactly once,
    when it has no user and nothing queued; only then is END posted (INV-113, INV-120). A deadline,
@@ -148,7 +150,8 @@ static bool remove_work(kvs_work_list *list, kvs_transfer *transfer) {
 
 bool kvs_engine_has_work(const kvs_engine *engine, bool helper) {
     if (!helper) return engine->inline_work.head != NULL;
-    return engine->helper_work[0].head || engine->helper_work[1].head || engine->helper_work[2].head;
+    return engine->helper_work[0].head || engine->helper_work[1].head ||
+           engine->helper_work[2].head;
 }
 
 kvs_transfer *kvs_engine_pop_work(kvs_engine *engine, bool helper) {
@@ -259,8 +262,7 @@ static void advance(kvs_engine *engine, kvs_transfer *transfer, kvs_out *out) {
         start_work(engine, transfer, KVS_WORK_VERIFY, out);
     else if (transfer->status != 0 && is_read && (request->flags & KVS_SUBMIT_POISON))
         start_work(engine, transfer, KVS_WORK_POISON, out);
-    else
-        conclude(engine, transfer, out);
+    else conclude(engine, transfer, out);
 }
 
 /* The waiter is told now; memory and slot stay taken until the last user is gone. */
@@ -367,9 +369,8 @@ bool kvs_engine_take(kvs_engine *engine, uint64_t now_ns, kvs_dispatch *run) {
         .io_class = piece.io_class,
         .direct = flight->direct,
     };
-    flight->rule = engine->rule_count
-                       ? match_rule(engine, &piece, flight, transfer->request.file_id)
-                       : -1;
+    flight->rule =
+        engine->rule_count ? match_rule(engine, &piece, flight, transfer->request.file_id) : -1;
     if (flight->rule >= 0) {
         const kvs_fault *fault = &engine->rules[flight->rule].fault;
         run->skip = fault->action == KVS_FAULT_ERRNO || fault->action == KVS_FAULT_ZERO;
@@ -420,8 +421,7 @@ static void settle(kvs_engine *engine, uint32_t piece, int32_t result, uint64_t 
         flight->tries = bytes ? 0 : flight->tries + 1;
         if (flight->tries > KVS_TRIES_MAX)
             fail_piece(engine, transfer, piece, result < 0 ? result : -EIO, now_ns);
-        else
-            kvs_sched_again(engine->sched, piece, bytes, now_ns);
+        else kvs_sched_again(engine->sched, piece, bytes, now_ns);
     } else {
         fail_piece(engine, transfer, piece, result == 0 ? KVS_END_OF_FILE : result, now_ns);
     }
@@ -447,8 +447,12 @@ void kvs_engine_back(kvs_engine *engine, uint32_t piece, int32_t result, uint64_
         assert(rule->flying > 0);
         rule->flying--;
         switch (rule->fault.action) {
-        case KVS_FAULT_ERRNO: result = (int32_t)-argument; break;
-        case KVS_FAULT_ZERO: result = 0; break;
+        case KVS_FAULT_ERRNO:
+            result = (int32_t)-argument;
+            break;
+        case KVS_FAULT_ZERO:
+            result = 0;
+            break;
         case KVS_FAULT_SHORT:
             if (argument < (int64_t)flight->length && result >= 0) result = (int32_t)argument;
             break;
@@ -464,7 +468,8 @@ void kvs_engine_back(kvs_engine *engine, uint32_t piece, int32_t result, uint64_
             if (!rule->used) break; /* released while the piece was in the device */
             hold_piece(engine, piece, result, KVS_NEVER, flight->rule);
             return;
-        default: assert(false);
+        default:
+            assert(false);
         }
     }
     bool retry = result == -EINTR || result == -EAGAIN;
@@ -484,8 +489,8 @@ void kvs_engine_tick(kvs_engine *engine, uint64_t now_ns, kvs_out *out) {
         }
         uint32_t piece = engine->holds[i].piece;
         engine->holds[i] = engine->holds[--engine->hold_count];
-        settle(engine, piece, ((kvs_flight *)kvs_table_at(&engine->flights, piece))->result,
-               now_ns, out);
+        settle(engine, piece, ((kvs_flight *)kvs_table_at(&engine->flights, piece))->result, now_ns,
+               out);
         out->kick = true;
     }
     while (engine->heap_count && heap_key(engine, 0) <= now_ns) { /* INV-119 */
@@ -509,7 +514,8 @@ static bool is_valid(const kvs_engine *engine, const kvs_submission *request) {
     if ((flags & KVS_SUBMIT_VERIFY) && (!is_read || !request->header_bytes)) return false;
     if ((flags & KVS_SUBMIT_SEAL) && (is_read || !request->header_bytes)) return false;
     if (request->gate_word < 0) return true;
-    return engine->gates && is_read && (uint32_t)request->gate_word < kvs_gates_words(engine->gates);
+    return engine->gates && is_read &&
+           (uint32_t)request->gate_word < kvs_gates_words(engine->gates);
 }
 
 /* Makes room for `count` more transfers, so that taking them cannot fail. */
@@ -579,8 +585,7 @@ static void take_one(kvs_engine *engine, kvs_cq *cq, kvs_submission *request, ui
     }
 }
 
-int kvs_engine_submit(kvs_engine *engine, kvs_cq *cq, kvs_submission *submissions,
-                      uint32_t count) {
+int kvs_engine_submit(kvs_engine *engine, kvs_cq *cq, kvs_submission *submissions, uint32_t count) {
     kvs_out out = {.count = 0};
     uint64_t now_ns = kvs_now_ns();
     int result = 0;

@@ -13,9 +13,9 @@
 /* Where a transfer is. Everything after `KVS_FREE` belongs to its submitter until END. */
 typedef enum {
     KVS_FREE = 0,
-    KVS_SEALING,  /* native code lays the header down; no piece is queued yet */
-    KVS_MOVING,   /* pieces are queued or in the device */
-    KVS_CHECKING  /* all pieces are back; native code verifies or poisons */
+    KVS_SEALING, /* native code lays the header down; no piece is queued yet */
+    KVS_MOVING,  /* pieces are queued or in the device */
+    KVS_CHECKING /* all pieces are back; native code verifies or poisons */
 } kvs_phase;
 
 typedef enum { KVS_WORK_NONE = 0, KVS_WORK_SEAL, KVS_WORK_VERIFY, KVS_WORK_POISON } kvs_work;
@@ -101,9 +101,9 @@ typedef struct kvs_workers kvs_workers;
 
 struct kvs_engine {
     pthread_mutex_t lock;
-    pthread_cond_t idle;   /* open_transfers became 0 */
-    pthread_cond_t work;   /* for idle workers, or the helper of a ring */
-    pthread_cond_t clock;  /* the thread that keeps the deadlines of the threads engine */
+    pthread_cond_t idle;  /* open_transfers became 0 */
+    pthread_cond_t work;  /* for idle workers, or the helper of a ring */
+    pthread_cond_t clock; /* the thread that keeps the deadlines of the threads engine */
     kvs_engine_config config;
     kvs_sched *sched;
     kvs_gates *gates;
@@ -115,7 +115,7 @@ struct kvs_engine {
     uint32_t hold_count;
     kvs_file files[KVS_FILES_MAX];
     bool files_stale;
-    kvs_work_list inline_work;   /* small, for the reactor */
+    kvs_work_list inline_work;    /* small, for the reactor */
     kvs_work_list helper_work[3]; /* checks, seals of required, seals of background */
     kvs_drain *drains;
     uint32_t drain_count, drain_capacity;

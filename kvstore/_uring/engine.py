@@ -125,7 +125,9 @@ class NativeEngine:
         self._threads = threads
         self._last_stats: EngineStats | None = None
         self._is_closing = False
+        self._closed: asyncio.Event | None = None
         self._join_lock = threading.Lock()
+        self._is_joined: bool | None = None
         self._record = self._native_config(without)
         code = ffi.new("int *")
         handle = lib.kvs_engine_new(self._record, ffi.NULL if gate is None else gate.handle, code)
@@ -319,15 +321,22 @@ class NativeEngine:
         """
         if self._handle is None:
             return
+        if self._closed is not None:  # somebody is at it
+            await self._closed.wait()
+            return
+        self._closed = asyncio.Event()
         self._stop()
         try:
             with anyio.CancelScope(shield=True):
                 await self.drain(-1, self.config.drain_timeout)
                 # nothing is in flight now: joining takes the time to end the threads
-                await anyio.to_thread.run_sync(functools.partial(self.close, 0.0))
+                await anyio.to_thread.run_sync(functools.partial(self._join, 0.0))
+            self._finish()
         except BaseException:
             self.close()
             raise
+        finally:
+            self._closed.set()
 
     def _stop(self) -> None:
         if not self._is_closing:
@@ -336,28 +345,36 @@ class NativeEngine:
 
     def close(self, timeout: float | None = None) -> None:
         """Do what `aclose` does, blocking the caller for at most ``timeout`` without the GIL."""
-        limit = self.config.drain_timeout if timeout is None else timeout
         if self._handle is None:
             return
         self._stop()
+        self._join(self.config.drain_timeout if timeout is None else timeout)
+        self._finish()
+
+    def _join(self, timeout: float) -> None:
+        """Wait for the last piece and the threads; may run in another thread than the loop's."""
         with self._join_lock:
-            handle = self._handle
-            if handle is None or self.leaked:
-                return
-            if lib.kvs_engine_join(handle, round(limit * 1e9)) != 0:
-                self.leaked = True
-                self._last_stats = self._snapshot()
-                self._handle = None
-                logger.error(
-                    "%s engine: transfers did not come back within %g s; memory and threads are "
-                    "left alone on purpose",
-                    self.name,
-                    self.config.drain_timeout,
-                )
-                return
-            self._last_stats = self._snapshot()
-            self._handle = None
+            if self._is_joined is None:
+                result = lib.kvs_engine_join(self._handle, round(timeout * 1e9))
+                self._is_joined = bool(result == 0)
+
+    def _finish(self) -> None:
+        """Free the engine, on the thread that makes all other calls, so that none can be inside."""
+        handle = self._handle
+        if handle is None:
+            return
+        self._last_stats = self._snapshot()
+        self._handle = None
+        if self._is_joined:
             lib.kvs_engine_free(handle)
+            return
+        self.leaked = True
+        logger.error(
+            "%s engine: transfers did not come back within %g s; memory and threads are left "
+            "alone on purpose",
+            self.name,
+            self.config.drain_timeout,
+        )
 
     # -- statistics -------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-/* The few kernels of the CUDA device. Compiled to PTX for compute capability 7.0 and kept as text
+/* The few kernels of the CUDA device. Compiled to PTX for compute capability 7.5 and kept as text
    in kernels.ptx.h (scripts in docs/gpu.md, "Kernels"), so that neither a build nor a run needs a
    CUDA compiler: the driver translates the text once at start-up. */
 

@@ -1,7 +1,7 @@
 /* Made from kernels.cu by scripts/compile_kernels.py; do not edit. */
 static const char kvs_kernels_ptx[] =
     ".version 8.2\n"
-    ".target sm_70\n"
+    ".target sm_75\n"
     ".address_size 64\n"
     ".visible .entry kvs_scatter(\n"
     " .param .align 8 .b8 kvs_scatter_param_0[1056]\n"

@@ -55,8 +55,8 @@ struct kvs_reactor {
     bool doorbell_armed;
     pthread_t thread, helper;
     pthread_cond_t answered; /* start-up and commands */
-    int started; /* 1: running, negative: why not */
-    kvs_command *commands; /* of callers that wait */
+    int started;             /* 1: running, negative: why not */
+    kvs_command *commands;   /* of callers that wait */
     struct {
         uint32_t piece;
         int32_t result;
@@ -360,8 +360,8 @@ static void enter_one(kvs_engine *engine, bool wait, uint64_t until_ns) {
         left.tv_sec = (int64_t)((until_ns - now_ns) / 1000000000u);
         left.tv_nsec = (int64_t)((until_ns - now_ns) % 1000000000u);
     }
-    expect_transient(io_uring_submit_and_wait_timeout(
-        ring, &cqe, 1, until_ns == KVS_NEVER ? NULL : &left, NULL));
+    expect_transient(io_uring_submit_and_wait_timeout(ring, &cqe, 1,
+                                                      until_ns == KVS_NEVER ? NULL : &left, NULL));
 }
 
 static void enter_many(kvs_engine *engine, bool wait, uint64_t until_ns) {

@@ -9,7 +9,8 @@
    head. Each queue is sorted by arrival, so only its head is looked at for age (INV-110).
 
    Once a piece is in the device its order is fixed. Everything here follows from that: few bytes
-   are let in, in total and per class, and the rest waits where it can still be reordered. */
+   are let in, in total and per class, and the rest waits where it can still be reordered; a read
+   that arrives behind a large write goes after at most one more write piece (INV-131). */
 #include "table.h"
 #include "uring.h"
 
@@ -291,8 +292,8 @@ static uint32_t head_length(const kvs_sched *sched, const kvs_node *node) {
 static bool is_aged(const kvs_sched *sched, uint32_t io_class, uint64_t now_ns) {
     const kvs_node *queue = &sched->queues[io_class];
     if (io_class == KVS_READ || is_empty(queue)) return false;
-    uint64_t limit = io_class == KVS_REQUIRED ? sched->config.required_age_ns
-                                              : sched->config.background_age_ns;
+    uint64_t limit =
+        io_class == KVS_REQUIRED ? sched->config.required_age_ns : sched->config.background_age_ns;
     return since(now_ns, queue->next->arrival_ns) >= limit;
 }
 
@@ -304,8 +305,7 @@ static bool has_room(const kvs_sched *sched, uint32_t io_class, uint64_t now_ns)
     uint64_t bound = sched->config.required_bytes;
     if (io_class == KVS_BACKGROUND) {
         bool reads = !is_empty(&sched->queues[KVS_READ]) ||
-                     sched->counts[KVS_READ].inflight_pieces ||
-                     now_ns < sched->read_active_until;
+                     sched->counts[KVS_READ].inflight_pieces || now_ns < sched->read_active_until;
         if (reads) return false; /* one piece while reads are in flight, or on a turn */
         bound = sched->config.background_bytes;
     }
@@ -456,8 +456,7 @@ static void leave_device(kvs_sched *sched, kvs_flying *flying, kvs_entry *entry,
     sched->inflight_bytes -= flying->length;
     counts->inflight_bytes -= flying->length;
     counts->inflight_pieces--;
-    record(&sched->histograms[flying->io_class][KVS_SERVICE],
-           since(now_ns, flying->dispatched_ns));
+    record(&sched->histograms[flying->io_class][KVS_SERVICE], since(now_ns, flying->dispatched_ns));
     if (flying->io_class == KVS_READ)
         sched->read_active_until = now_ns + sched->config.read_linger_ns;
 }

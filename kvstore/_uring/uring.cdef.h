@@ -240,6 +240,9 @@ int kvs_cuda_host_post(kvs_cuda *device, uint64_t stream, kvs_cq *queue, uint64_
 int kvs_cuda_gate_latency(kvs_cuda *device, uint64_t stream, uint64_t gate_word, uint64_t done_word,
                           uint64_t first_value, uint32_t count, uint64_t hold_ns, uint64_t *out_ns);
 int kvs_spin_until(uint64_t word, uint64_t value, uint64_t timeout_ns, uint64_t *seen_ns);
+/* Spins on two words, one after the other; when each was seen. For measurements without the GIL. */
+int kvs_spin_pair(uint64_t first, uint64_t first_value, uint64_t second, uint64_t second_value,
+                  uint64_t timeout_ns, uint64_t *seen_ns);
 int kvs_cuda_enqueue_cost(kvs_cuda *device, uint64_t stream, int call, uint64_t a, uint64_t b,
                           uint32_t count, uint64_t *total_ns);
 

@@ -25,7 +25,8 @@
 #define KVS_NEVER UINT64_MAX
 
 static inline struct timespec kvs_timespec(uint64_t ns) {
-    return (struct timespec){.tv_sec = (time_t)(ns / 1000000000u), .tv_nsec = (long)(ns % 1000000000u)};
+    return (struct timespec){.tv_sec = (time_t)(ns / 1000000000u),
+                             .tv_nsec = (long)(ns % 1000000000u)};
 }
 
 /* Completion: append under a caller's lock, wake after it. `kvs_cq_append` returns true if the

@@ -30,14 +30,14 @@ static bool do_one(kvs_engine *engine) {
     kvs_dispatch run;
     kvs_transfer *transfer = kvs_engine_pop_work(engine, true);
     if (transfer) {
-        kvs_engine_unlock(engine, &out);
+        out.kick = kvs_engine_has_work(engine, true) || kvs_sched_peek(engine->sched, kvs_now_ns());
+        kvs_engine_unlock(engine, &out); /* another one may go on with the rest */
         int32_t status = kvs_work_perform(transfer);
         kvs_engine_lock(engine);
         kvs_engine_work_done(engine, transfer, status, kvs_now_ns(), &out);
     } else if (kvs_engine_take(engine, kvs_now_ns(), &run)) {
         engine->counts.submit_calls++;
-        out.kick = kvs_engine_has_work(engine, true) ||
-                   kvs_sched_peek(engine->sched, kvs_now_ns()); /* another one may go on too */
+        out.kick = kvs_engine_has_work(engine, true) || kvs_sched_peek(engine->sched, kvs_now_ns());
         kvs_engine_unlock(engine, &out);
         int32_t result = perform(&run);
         kvs_engine_lock(engine);
@@ -96,8 +96,8 @@ int kvs_workers_start(kvs_engine *engine) {
     int result = kvs_thread_start(&workers->clock, "kvs-clock", clock_main, engine);
     workers->clock_started = result == 0;
     while (result == 0 && workers->count < count) {
-        result = kvs_thread_start(&workers->threads[workers->count], "kvs-worker", worker_main,
-                                  engine);
+        result =
+            kvs_thread_start(&workers->threads[workers->count], "kvs-worker", worker_main, engine);
         workers->count += result == 0;
     }
     if (result != 0) { /* INV-126: what has started is stopped and joined */

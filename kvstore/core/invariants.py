@@ -33,12 +33,25 @@ def check_state(tables: Transitions) -> None:
                 assert slot.page is not None
                 pages[slot.page] = None
     for page in pages:
-        _check_page(tables, page)
+        _check_page(page)
     _require(len(pages) == tables.page_count, "INV-301", "a page was forgotten")
     _check_index(tables, pages)
+    wanted = set(_wanted_moves(pages))
     for move in tables.moves:
-        _check_move(tables, move)
+        _check_move(move)
+        is_known = move.is_detached or move in wanted
+        _require(is_known, "INV-515", "nobody wants a running move", move, move.page)
     _check_moves(tables)
+
+
+def _wanted_moves(pages: dict[Page, None]) -> Iterator[Move]:
+    """Yield the moves that bring bytes to a slot of a page, however indirectly."""
+    for page in pages:
+        for slot in page.slots:
+            move = slot.write
+            while move is not None and not move.is_detached:
+                yield move
+                move = move.source.write
 
 
 def _owned(pool: Pool) -> Iterator[Slot]:
@@ -94,9 +107,7 @@ def _check_pool(tables: Transitions, pool: Pool) -> None:
     _require(retiring == len(pool.retiring), "INV-904", "retiring count", pool.level)
     _require(primaries == pool.primaries, "INV-804", "primaries count", pool.level, primaries)
     _require(copies == pool.copies.count, "INV-804", "copies count", pool.level, copies)
-    _require(
-        pool.total == ready + draining + primaries + copies, "INV-804", "slots do not balance"
-    )
+    _require(pool.total == ready + draining + primaries + copies, "INV-804", "slots do not balance")
     _require(held == pool.policy.held_count, "INV-312", "held count", pool.level, held)
     _require(droppable == pool.policy.droppable_count, "INV-312", "droppable count", pool.level)
     _require(
@@ -108,13 +119,11 @@ def _check_pool(tables: Transitions, pool: Pool) -> None:
     ended = sum(getattr(pool, end.value) for end in CopyEnd)
     _require(created == ended + pool.copies.count, "INV-805", "copies do not balance", pool.level)
     _require(pool.reused_pending <= pool.reused, "INV-806", "reused_pending above reused")
-    reading = sum(
-        move.background_bytes > 0 and move.source.pool is pool for move in tables.moves
-    )
+    reading = sum(move.background_bytes > 0 and move.source.pool is pool for move in tables.moves)
     _require(reading == pool.pending_sources, "INV-605", "pending writes", pool.level, reading)
 
 
-def _check_page(tables: Transitions, page: Page) -> None:
+def _check_page(page: Page) -> None:
     _require(page.state is not PageState.DEAD, "INV-519", "a dead page owns a slot", page)
     _require(page.hold_count >= 0 and page.lock_count >= 0, "INV-311", "negative count", page)
     levels = [slot.level for slot in page.slots]
@@ -164,7 +173,7 @@ def _check_index(tables: Transitions, pages: dict[Page, None]) -> None:
             _require(child.parent is page, "INV-325", "a child of another parent", child)
 
 
-def _check_move(tables: Transitions, move: Move) -> None:
+def _check_move(move: Move) -> None:
     page, source, target = move.page, move.source, move.target
     _require(move.state is not MoveState.ENDED, "INV-114", "an ended move is listed", move)
     _require(not move.target_fence.passed, "INV-305", "written before the end", move)
@@ -193,9 +202,7 @@ def _check_move(tables: Transitions, move: Move) -> None:
 
 
 def _check_moves(tables: Transitions) -> None:
-    planned = sum(
-        move.background_bytes for move in tables.moves if move.state is MoveState.PLANNED
-    )
+    planned = sum(move.background_bytes for move in tables.moves if move.state is MoveState.PLANNED)
     charged = sum(move.background_bytes for move in tables.moves)
     _require(charged == tables.background_bytes, "INV-112", "the cap is charged wrongly")
     _require(planned == tables.unissued_background_bytes(), "INV-112", "planned bytes")
@@ -204,14 +211,10 @@ def _check_moves(tables: Transitions) -> None:
     )
     for group, free in enumerate(tables.bounce_free):
         used = sum(
-            move.via_bounce
-            and move.page.group == group
-            and move.state is not MoveState.PLANNED
+            move.via_bounce and move.page.group == group and move.state is not MoveState.PLANNED
             for move in tables.moves
         )
-        _require(
-            free + used == tables.spec.bounce_pages and free >= 0, "INV-407", "bounce pages"
-        )
+        _require(free + used == tables.spec.bounce_pages and free >= 0, "INV-407", "bounce pages")
     counters = tables.counters
     skipped = sum(counters.write_through_skipped_by.values())
     _require(skipped == counters.write_through_skipped, "INV-615", "a skip without a reason")

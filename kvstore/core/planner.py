@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from kvstore.core.transitions import Transitions
 
 
+_NO_FENCES: list[Fence] = []  # never changed
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Why a plan is not possible: what `OutOfPages` will say (INV-404).
@@ -52,6 +55,7 @@ class GroupPlan:
     relocates: list[Page] = field(default_factory=list)
     restores: list[tuple[Page, int]] = field(default_factory=list)
     unkept: set[Page] = field(default_factory=set)  # restores whose source is needed at once
+    withdrawn: set[Page] = field(default_factory=set)  # recalls whose write is not kept either
     grow: int = 0
     priority: int = 0  # of the pages made for growth
     arrivals: list[Page] = field(default_factory=list)  # of all levels, in eviction order
@@ -152,6 +156,7 @@ class _Cascade:
         target_level: int,
         *,
         shrink: tuple[int, int] | None = None,
+        trim: tuple[int, int] | None = None,
     ) -> None:
         self.tables = tables
         self.group = group
@@ -159,6 +164,7 @@ class _Cascade:
         self.target_level = target_level
         self.grow = grow
         self.shrink = shrink
+        self.trim = trim
         self.pools: list[Pool] = [level[group] for level in tables.pools]
         count = tables.level_count
         self.plan = GroupPlan(group, grow=grow, takes=[0] * count)
@@ -170,8 +176,10 @@ class _Cascade:
         self.goal[0] = grow
         self.held = [pool.policy.held_count for pool in self.pools]
         self.kept: list[list[Page]] = [[] for _ in range(count)]
+        self.written: list[list[Page]] = [[] for _ in range(count)]
         self.reserved: list[dict[Slot, Page]] = [{} for _ in range(count)]
         self._excluded: set[Slot] | None = None
+        self.stalled = tables.stalled_slots() if tables.stalled_moves else set()
         for page in absent:
             self._want(page)
 
@@ -186,15 +194,10 @@ class _Cascade:
         if recalled is not None:
             # INV-330: the hotter slot still holds the data; it is draining and was counted free.
             plan.recalls.append((page, recalled))
-            self.free[recalled.level] -= 1
-            is_kept = (
-                slot.write is not None
-                and slot.write.source is recalled
-                and tables.spec.levels[slot.level].keep_copy
-                and tables.tiers[slot.level] is Tier.DISK
-                and page.state is PageState.COMMITTED
-            )
-            if not is_kept:
+            self.free[recalled.level] -= recalled in recalled.pool.draining
+            if tables.keeps_recalled(page, recalled):
+                self.written[slot.level].append(page)
+            elif slot not in self.stalled:
                 self.free[slot.level] += 1
             if recalled.level <= self.target_level:
                 if page.hold_count:
@@ -204,8 +207,9 @@ class _Cascade:
         plan.restores.append((page, self.target_level))
         self.goal[self.target_level] += 1
         if tables.spec.levels[slot.level].keep_copy and page.state is PageState.COMMITTED:
-            self.kept[slot.level].append(page)
-        else:
+            if slot not in self.stalled:
+                self.kept[slot.level].append(page)
+        elif slot not in self.stalled:
             self.free[slot.level] += 1  # given back by a promoted page (INV-405)
 
     @property
@@ -214,21 +218,22 @@ class _Cascade:
         if self._excluded is None:
             self._excluded = {page.primary for page in self.wanted if page is not None}  # type: ignore[misc]
             self._excluded.update(slot for _page, slot in self.plan.recalls)
+            self._excluded.update(self.stalled)
         return self._excluded
 
     def _room_below(self, level: int) -> int:
         """Return how many held pages the colder levels can take, all else put out (INV-408)."""
         return sum(
-            self.total[below] - self.held[below] - self.goal[below]
+            self.total[below] - len(self.pools[below].stalled) - self.held[below] - self.goal[below]
             for below in range(level + 1, self.tables.level_count)
         )
 
     def run(self) -> GroupPlan | Refusal:
         """Walk from the hottest level down; what does not fit falls to the next one."""
         incoming: list[Page] = []
-        first = self.shrink[0] if self.shrink is not None else 0
-        for level in range(first, self.tables.level_count):
-            if not incoming and not self.goal[level] and not self._is_shrinking(level):
+        for level in range(self.tables.level_count):
+            is_named = self._is_shrinking(level) or self._is_trimmed(level)
+            if not incoming and not self.goal[level] and not is_named:
                 continue
             outcome = self._level(level, incoming)
             if isinstance(outcome, Refusal):
@@ -239,6 +244,9 @@ class _Cascade:
 
     def _is_shrinking(self, level: int) -> bool:
         return self.shrink is not None and self.shrink[0] == level
+
+    def _is_trimmed(self, level: int) -> bool:
+        return self.trim is not None and self.trim[0] == level
 
     def _level(self, level: int, incoming: list[Page]) -> list[Page] | Refusal:
         """Place what falls onto a level; return what falls further (INV-405, INV-410)."""
@@ -256,6 +264,8 @@ class _Cascade:
         falling: list[Page] = []
         if self._is_shrinking(level):
             shortage = self._shrink_shortage(level)
+        elif self.trim is not None and self._is_trimmed(level):
+            shortage = self.trim[1] - self.free[level]
         else:
             shortage = need - self.free[level]
         if shortage > 0:
@@ -263,7 +273,7 @@ class _Cascade:
             make_room = self._make_room_last if is_last else self._make_room
             missing = make_room(level, shortage, newcomers, falling)
             if missing:
-                if self._is_shrinking(level):
+                if self._is_shrinking(level) or self._is_trimmed(level):
                     need = self.total[level] + missing
                 available = max(0, need - missing)
                 return Refusal(level, self.group, need, available, self._never())
@@ -303,6 +313,7 @@ class _Cascade:
             return 0
         plan = self.plan
         taken = {slot for slot, _end in plan.reclaims}
+        taken.update(self.stalled)
         done = 0
         for slot in self.pools[level].copies.oldest(self.reserved[level]):
             if done == count:
@@ -310,15 +321,18 @@ class _Cascade:
             if slot not in taken:
                 plan.reclaims.append((slot, CopyEnd.RECLAIMED))
                 done += 1
-        while done < count and self.kept[level]:
-            plan.unkept.add(self.kept[level].pop(0))
-            done += 1
+        for fresh, given_up in (
+            (self.kept[level], plan.unkept),
+            (self.written[level], plan.withdrawn),
+        ):
+            while done < count and fresh:
+                given_up.add(fresh.pop(0))
+                done += 1
         return done
 
     def _unreserved(self, level: int) -> int:
-        return (
-            self.pools[level].copies.count - len(self.reserved[level]) + len(self.kept[level])
-        )
+        fresh = len(self.kept[level]) + len(self.written[level])
+        return self.pools[level].copies.count - len(self.reserved[level]) + fresh
 
     def _share_excess(self, level: int) -> int:
         """Return how many unreserved copies are above the share (INV-507, INV-508)."""
@@ -394,16 +408,14 @@ class _Cascade:
         return shortage
 
     def _select(self, pool: Pool, count: int, held_limit: int) -> list[Page]:
-        selection = pool.policy.select(
-            count, held_limit=max(0, held_limit), excluded=self.excluded
-        )
+        selection = pool.policy.select(count, held_limit=max(0, held_limit), excluded=self.excluded)
         if selection.passed_over:
             self.plan.selections.append((pool.policy, selection))
         return [slot.page for slot in selection.victims if slot.page is not None]
 
     def _never(self) -> bool:
         """Tell whether an empty store could not serve the wish either (INV-335)."""
-        if self.shrink is not None:
+        if self.shrink is not None or self.trim is not None:
             return False
         wanted = sum(page is not None for page in self.wanted) + self.grow
         return wanted > self.total[self.target_level]
@@ -413,9 +425,15 @@ class _Cascade:
     def _shrink_shortage(self, level: int) -> int:
         """Release all copies of the pool; return how many pages still do not fit (INV-903)."""
         pool = self.pools[level]
+        total = self.total[level]
         for slot in [*pool.copies.finished, *pool.copies.pending]:
             self.plan.reclaims.append((slot, CopyEnd.RESIZED))
-        return pool.primaries - self.total[level]
+        blocked = sum(slot.slot_id < total for slot in pool.stalled)
+        blocked += sum(
+            slot.pool is pool and slot.slot_id < total and pool.copies.has(slot)
+            for slot in self.stalled
+        )
+        return pool.primaries + blocked - total
 
     def _relocate(self, level: int, gone: set[Page]) -> None:
         """Move the pages that stay, but sit above the new end, inside the level (INV-903)."""
@@ -445,6 +463,24 @@ def plan_resize(tables: Transitions, level: int, slot_counts: Sequence[int]) -> 
             return planned
         groups.append(planned)
     return Plan(tables.version, groups, [], (level, tuple(slot_counts)))
+
+
+def plan_trim(tables: Transitions, level: int, free_counts: Sequence[int]) -> Plan | Refusal:
+    """Plan to have ``free_counts[group]`` free slots on a level before anybody asks for them.
+
+    For a store that evicts between two watermarks; the pages evicted can be recalled for as long
+    as their slots are promised to nobody (INV-330).
+    """
+    groups: list[GroupPlan] = []
+    for group, count in enumerate(free_counts):
+        if count <= tables.pools[level][group].free_count:
+            continue
+        planned = _Cascade(tables, group, (), (), 0, 0, trim=(level, count)).run()
+        if isinstance(planned, Refusal):
+            return planned
+        groups.append(planned)
+    _plan_write_through(tables, groups)
+    return Plan(tables.version, groups, [])
 
 
 def plan_flush(tables: Transitions) -> Plan:
@@ -575,7 +611,7 @@ def _apply_group(
         policy.commit(selection)
     for page, source in plan.recalls:
         if page.primary is not None:
-            tables.recall(page, source)
+            tables.recall(page, source, is_kept=page not in plan.withdrawn)
             if source.level == 0:
                 applied.recalled.append(page)
     for page in plan.drops:
@@ -677,7 +713,7 @@ def _bind_targets(
     inherited: dict[Move, tuple[Slot | None, list[Fence]]] = {}
     for move, level in moves:
         slot, old = tables.pools[level][plan.group].allocate()
-        inherited[move] = (old, slot.outstanding())
+        inherited[move] = (old, _NO_FENCES if old is None else slot.outstanding())
         slot.state = SlotState.WRITING
         slot.write = move
         move.target = slot

@@ -41,6 +41,9 @@ SLOT_TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
     SlotState.RELEASED: frozenset(),
 }
 
+#: The same table as a tuple by state: looked up for every slot that changes hands.
+_ALLOWED = tuple(SLOT_TRANSITIONS[state] for state in SlotState)
+
 
 @final
 class Fence:
@@ -235,7 +238,7 @@ class Slot:
 
     def set_state(self, state: SlotState) -> None:
         """Change the state along the table. Raises: InvariantError: a transition not in it."""
-        if state not in SLOT_TRANSITIONS[self.state]:
+        if state not in _ALLOWED[self.state]:
             raise InvariantError(f"{self!r} cannot become {state.name}")
         self.state = state
 
@@ -406,9 +409,7 @@ class Pool:
                 del line[slot]
                 self.retiring[slot] = None
         free = dict.fromkeys(
-            slot_id
-            for slot_id in self.ready
-            if slot_id < total and self.handles[slot_id] is None
+            slot_id for slot_id in self.ready if slot_id < total and self.handles[slot_id] is None
         )
         self.ready = list(free)
         self.ready_count = len(free)

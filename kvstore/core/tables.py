@@ -93,8 +93,10 @@ class Tables(Transitions):
             slot = page.primary
             if slot is not None and slot.lane is not None:
                 slot.pool.policy.touch(slot, stamp, is_held=count > 0)
-            if not count and not page.lock_count and (
-                page.state is not PageState.COMMITTED or page.is_restoring
+            if (
+                not count
+                and not page.lock_count
+                and (page.state is not PageState.COMMITTED or page.is_restoring)
             ):
                 self.settle_unheld(page)
 
@@ -262,9 +264,7 @@ class Tables(Transitions):
 
     # -- planning -----------------------------------------------------------------------------
 
-    def plan_grow(
-        self, counts: Sequence[int], priority: int = DEFAULT_PRIORITY
-    ) -> Plan | Refusal:
+    def plan_grow(self, counts: Sequence[int], priority: int = DEFAULT_PRIORITY) -> Plan | Refusal:
         """Plan ``counts[group]`` new blocks on the device. Pure but for the refusal counter."""
         rows: tuple[tuple[Page, ...], ...] = ((),) * len(counts)
         return self._refused(planner.plan_restore(self, rows, counts, 0, priority))
@@ -300,6 +300,13 @@ class Tables(Transitions):
         Raises: ValueError: the device tier, or a size below one slot (INV-905).
         """
         return self._refused(planner.plan_resize(self, level, slot_counts))
+
+    def plan_trim(self, level: int, free_counts: Sequence[int]) -> Plan | Refusal:
+        """Plan to have ``free_counts[group]`` free slots on a level ahead of use.
+
+        For eviction between two watermarks; pages recalled meanwhile come back for free (INV-330).
+        """
+        return self._refused(planner.plan_trim(self, level, free_counts))
 
     def plan_flush(self) -> Plan:
         """Plan to write committed pages to ready disk slots before a planned restart (INV-926)."""

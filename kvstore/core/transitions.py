@@ -130,6 +130,8 @@ class Transitions:
         #: Set by the store when stores share an engine: room left under the engine's cap.
         self.engine_room_bytes: int | None = None
         self._unissued_bytes = 0
+        #: Moves with a bad verdict whose last piece may never come back (INV-119).
+        self.stalled_moves: set[Move] = set()
         self.bounce_free = [spec.bounce_pages] * len(spec.groups)
         self._bounce_line: list[deque[Move]] = [deque() for _ in spec.groups]
         #: Whether holds and commits count uses: admission or a policy asks for them.
@@ -323,28 +325,34 @@ class Transitions:
             slot = source
         return best
 
-    def recall(self, page: Page, source: Slot) -> None:
+    def keeps_recalled(self, page: Page, source: Slot) -> bool:
+        """Tell whether a recall would leave the write it interrupts running, as a copy."""
+        slot = page.primary
+        return (
+            slot is not None
+            and slot.write is not None
+            and slot.write.source is source
+            and self.spec.levels[slot.level].keep_copy
+            and self.tiers[slot.level] is Tier.DISK
+            and page.state is PageState.COMMITTED
+        )
+
+    def recall(self, page: Page, source: Slot, *, is_kept: bool = True) -> None:
         """Undo a demotion: the page goes back to the slot that still holds the data (INV-330).
 
         The target is given up and its write cancelled, unless the disk tier keeps copies and the
         page is committed: then the running write becomes a pending copy.
         """
         self.counters.recalled_demotions += 1
+        is_kept = is_kept and self.keeps_recalled(page, source)
         slot = self.unbind_primary(page)
-        move = slot.write
-        assert move is not None
         self.return_to(page, source)
-        if (
-            move.source is source
-            and self.spec.levels[slot.level].keep_copy
-            and self.tiers[slot.level] is Tier.DISK
-            and page.state is PageState.COMMITTED
-        ):
+        if is_kept:
             page.attach(slot)
             self.make_copy(slot)
         else:
+            self.release(slot)  # a pending copy that reads it still gets its bytes
             slot.page = None
-            self.release(slot)
         self.requeue(page)
 
     # -- moves and fences ---------------------------------------------------------------------
@@ -359,7 +367,7 @@ class Transitions:
         move = Move(page, kind, source, io_class, self._sequence)
         if source.write is not None:
             move.waits.append(source.write.target_fence)
-        if source.level == 0:
+        if source.level == 0 and source.readers is not None:
             move.waits.extend(fence for fence in source.outstanding() if fence.is_kernel)
         source.add_reader(move.source_fence)
         self.moves[move] = None
@@ -371,13 +379,13 @@ class Transitions:
         It waits for its source (see `new_move`) and for every earlier use of its target.
         """
         source, target = move.source, move.target
-        fences, move.waits = move.waits, []
+        fences = [*move.waits, *inherited] if not move.via_bounce else move.waits
+        move.waits = []
         if move.via_bounce:
             self._bounce_line[move.page.group].append(move)
             move.target_waits = inherited
             move.is_device_copy = source.level == 0
         else:
-            fences.extend(inherited)
             move.is_device_copy = source.level == 0 or target.level == 0
         for fence in fences:
             self._wait_for(move, fence)
@@ -488,6 +496,10 @@ class Transitions:
             self.end_move(move)  # the executor does not have it
         else:
             self.outbox.cancel.append(move)
+        self._detach_writer(source, page)
+
+    def _detach_writer(self, source: Slot, page: Page) -> None:
+        """Withdraw the write of a slot that its page neither owns nor reads any more."""
         if source.write is None or self._is_owned(source, page):
             return
         if not self._readers_of(page, source):
@@ -500,6 +512,7 @@ class Transitions:
     def end_move(self, move: Move) -> None:
         """No piece is in flight any more: pass both fences and repay what was charged."""
         state = move.state
+        self.stalled_moves.discard(move)
         move.set_state(MoveState.ENDED)
         del self.moves[move]
         if move.background_bytes:
@@ -537,9 +550,7 @@ class Transitions:
         if move.kind is not MoveKind.RELOCATE:
             self.note("moved", page)
 
-    def fail_move(
-        self, move: Move, *, is_source_bad: bool, is_stalled: bool = False
-    ) -> None:
+    def fail_move(self, move: Move, *, is_source_bad: bool, is_stalled: bool = False) -> None:
         """The bytes will not come. The failure stays with this page (INV-419).
 
         A failed copy is detached (INV-516). A page returns to its source if that is still its
@@ -573,19 +584,34 @@ class Transitions:
         self._end_or_stall(move, is_stalled=is_stalled)
         if not self._primary_is_real(page):
             self._fall_back(page, is_lost=is_source_bad)
+        self._detach_writer(source, page)
 
     def _end_or_stall(self, move: Move, *, is_stalled: bool) -> None:
         """End the move; or, if it may never end, let nothing wait for its slots (INV-119)."""
         if not is_stalled:
             self.end_move(move)
             return
-        for slot in (move.source, move.target):
-            if move.source_fence in slot.outstanding() or slot.write is move:
-                slot.pool.stall(slot)
+        self.stalled_moves.add(move)
+        for used in (move.source, move.target):
+            slot = used.pool.handles[used.slot_id]  # a later handle of the slot inherits the use
+            if slot is not None and any(fence.is_stalled for fence in slot.outstanding()):
+                used.pool.stall(slot)
         for fence in (move.source_fence, move.target_fence):
             for dependent in list(fence.dependents or ()):
                 if isinstance(dependent, Move) and dependent.state in _WAITING:
                     self.give_up(dependent)
+
+    def stalled_slots(self) -> set[Slot]:
+        """Return the owned slots that a stalled move still uses: they give no room (INV-119)."""
+        found: set[Slot] = set()
+        for move in self.stalled_moves:
+            for used in (move.source, move.target):
+                slot = used.pool.handles[used.slot_id]
+                if slot is None or slot.state is SlotState.DRAINING:
+                    continue
+                if any(fence.is_stalled for fence in slot.outstanding()):
+                    found.add(slot)
+        return found
 
     def give_up(self, move: Move) -> None:
         """Fail a move that waits for a slot that may never drain; its waiters plan again."""

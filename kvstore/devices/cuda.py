@@ -217,11 +217,6 @@ class CudaDevice:
         low, high = self.driver.priority_low, self.driver.priority_high
         for role, priority in ROLES.items():
             self._roles[role] = self.new_stream(role, priority=min(low, max(high, priority)))
-        for stream in self._roles.values():  # a new stream's first use hangs behind a closed gate
-            result = self.native.launch(stream.key, "kvs_spin", 1, 1, (0,))
-            if result not in (0, CODE_NOT_SUPPORTED):
-                self.raise_for(result, "cuLaunchKernel")
-            self.raise_for(self.native.stream_synchronize(stream.key), "cuStreamSynchronize")
 
     def _probe(self) -> DeviceCaps:
         """Ask this device, and nobody else, what it can do (INV-212)."""
@@ -401,13 +396,20 @@ class CudaDevice:
     # -- streams and events -----------------------------------------------------------------------
 
     def new_stream(self, name: str = "", *, priority: int = 0) -> CudaStream:
-        """Return a fresh non-blocking stream; make and use it before the first gate closes."""
+        """Return a fresh non-blocking stream, warmed: make it before the first gate closes.
+
+        The first use of a stream hangs behind any closed gate, so it happens here.
+        """
         self._check_open()
         result, handle = self.native.stream_new(priority)
         self.raise_for(result, "cuStreamCreate")
         lane = sum(stream.owner is None for stream in self._streams.values())
         stream = CudaStream(self, handle, lane, name or f"stream{lane}")
         self._streams[handle] = stream
+        result = self.native.launch(handle, "kvs_spin", 1, 1, (0,))
+        if result != CODE_NOT_SUPPORTED:
+            self.raise_for(result, "cuLaunchKernel")
+        self.raise_for(self.native.stream_synchronize(handle), "cuStreamSynchronize")
         return stream
 
     def stream(self, role: str) -> CudaStream:

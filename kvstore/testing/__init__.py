@@ -5,6 +5,7 @@ Production code never imports it.
 
 from __future__ import annotations
 
+from kvstore.testing.client import SimClient as SimClient
 from kvstore.testing.completions import SimCompletions as SimCompletions
 from kvstore.testing.device import SimDevice as SimDevice
 from kvstore.testing.device import SimEvent as SimEvent
@@ -28,6 +29,12 @@ from kvstore.testing.model import ReferenceModel as ReferenceModel
 from kvstore.testing.model import token_rows as token_rows
 from kvstore.testing.pattern import check_pattern as check_pattern
 from kvstore.testing.pattern import pattern as pattern
+from kvstore.testing.store import SimRig as SimRig
+from kvstore.testing.store import check_balances as check_balances
+from kvstore.testing.store import open_sim_store as open_sim_store
+from kvstore.testing.store import sim_config as sim_config
+from kvstore.testing.traffic import Traffic as Traffic
+from kvstore.testing.traffic import TrafficSpec as TrafficSpec
 
 __all__ = [
     "Fault",
@@ -35,6 +42,7 @@ __all__ = [
     "FaultPlan",
     "History",
     "ReferenceModel",
+    "SimClient",
     "SimClock",
     "SimCompletions",
     "SimDeadlock",
@@ -46,11 +54,17 @@ __all__ = [
     "SimGateWords",
     "SimLoop",
     "SimMemory",
+    "SimRig",
     "SimStream",
+    "Traffic",
+    "TrafficSpec",
+    "check_balances",
     "check_pattern",
     "memory_view",
+    "open_sim_store",
     "pattern",
     "read_page",
+    "sim_config",
     "token_rows",
     "write_page",
 ]

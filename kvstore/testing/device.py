@@ -239,6 +239,8 @@ class SimDevice:
         self.copied_bytes = dict.fromkeys(CopyDirection, 0)
         self.copy_calls = dict.fromkeys(CopyDirection, 0)
         self.is_closed = False
+        self.none_fence_has_passed = False
+        self.holds_memory = False
 
     # -- errors ---------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -44,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 ALLOCATE_PART_BYTES = 1 << 30
 SCAN_SLOTS = 256
-NO_DEADLINE = 2**64 - 1
 
 
 class OpenFile(Protocol):
@@ -188,17 +188,22 @@ class OsSlotFiles:
         return file
 
     def resize(self, file: OpenFile, size: int) -> None:
-        """Allocate in parts, so that a write can never meet ENOSPC; or cut."""
+        """Allocate in parts, so that a write can never meet ENOSPC; or cut.
+
+        What cannot fit is refused before a byte is allocated: a full disk hurts its other users.
+        """
         fd = _any_fd(file)
         start = os.fstat(fd).st_size
         if size <= start:
             os.ftruncate(fd, size)
             return
+        _check_room(fd, size - start)
         try:
             for offset in range(start, size, ALLOCATE_PART_BYTES):
                 probe.allocate(fd, offset, min(ALLOCATE_PART_BYTES, size - offset))
         except CapacityError:
             os.ftruncate(fd, start)
+            _check_room(fd, size - start)
             raise
 
     def read(self, file: OpenFile, offset: int, length: int) -> bytes:
@@ -232,6 +237,18 @@ class OsSlotFiles:
 
 def _any_fd(file: OpenFile) -> int:
     return file.buffered_fd if file.buffered_fd >= 0 else file.direct_fd
+
+
+def _check_room(fd: int, needed: int) -> None:
+    room = os.fstatvfs(fd)
+    free = room.f_bavail * room.f_frsize
+    if needed > free:
+        raise CapacityError(
+            f"disk_cache_size: {needed} bytes needed, {free} free",
+            needed=needed,
+            available=free,
+            errno=errno.ENOSPC,
+        )
 
 
 def _check_file(file: OpenFile, path: Path) -> None:

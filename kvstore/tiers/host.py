@@ -215,17 +215,19 @@ def _slabs(run: Run) -> Iterator[tuple[int, int]]:
 class SlotLoans:
     """A few slots lent out one at a time, first come first served: staging and bounce slots.
 
-    A page waits here for a landing slot, never a loop or a thread (INV-334).
+    A page waits here for a landing slot, never a loop or a thread (INV-334). A taker returns False
+    if it needs no slot any more. ``given_count`` shows whether slots come back at all.
     """
 
-    __slots__ = ("_free", "_waiting", "pool", "slot_count", "wait_count")
+    __slots__ = ("_free", "_waiting", "given_count", "pool", "slot_count", "wait_count")
 
     def __init__(self, pool: HostPool, slot_count: int) -> None:
         self.pool = pool
         self.slot_count = slot_count
         self._free: deque[int] = deque(range(slot_count))
-        self._waiting: deque[Callable[[int], None]] = deque()
+        self._waiting: deque[Callable[[int], bool]] = deque()
         self.wait_count = 0
+        self.given_count = 0
 
     @property
     def free_count(self) -> int:
@@ -238,27 +240,24 @@ class SlotLoans:
             return None
         return self._free.popleft()
 
-    def take(self, taker: Callable[[int], None]) -> None:
+    def take(self, taker: Callable[[int], bool]) -> None:
         """Call ``taker`` with a slot, now or when one comes back, in order of asking."""
         slot_id = self.take_nowait()
-        if slot_id is not None:
-            taker(slot_id)
-            return
-        self.wait_count += 1
-        self._waiting.append(taker)
+        if slot_id is None:
+            self.wait_count += 1
+            self._waiting.append(taker)
+        elif not taker(slot_id):
+            self._free.append(slot_id)
 
     def give(self, slot_id: int) -> None:
         """Give a slot back; the oldest waiter gets it at once."""
         assert 0 <= slot_id < self.slot_count
         assert slot_id not in self._free, "a landing slot came back twice"
-        if self._waiting:
-            self._waiting.popleft()(slot_id)
-        else:
-            self._free.append(slot_id)
-
-    def forget_waiters(self) -> None:
-        """Drop those who wait; the store is closing."""
-        self._waiting.clear()
+        self.given_count += 1
+        while self._waiting:
+            if self._waiting.popleft()(slot_id):
+                return
+        self._free.append(slot_id)
 
 
 @final

@@ -17,7 +17,8 @@
 
 typedef unsigned long long ptr_t;
 
-enum { OP_COPY, OP_SET, OP_WAIT32, OP_WAIT64, OP_WRITE64, OP_EVENT, OP_JOIN, OP_HOST, OP_SPIN };
+enum { OP_COPY, OP_SET, OP_WAIT32, OP_WAIT64, OP_WRITE64, OP_EVENT, OP_JOIN, OP_HOST, OP_SPIN, OP_FILL, OP_CHECK,
+       OP_POISON, OP_FAULT };
 
 struct event {
     volatile uint64_t recorded, passed;
@@ -130,6 +131,18 @@ static void run(struct op *op)
         }
         break;
     case OP_HOST: op->function(op->argument); break;
+    case OP_FILL:
+        for (uint64_t i = 0; i < op->value; i++)
+            ((uint32_t *)op->target)[i] = (uint32_t)op->source + (uint32_t)i * 2654435761u;
+        break;
+    case OP_CHECK:
+    case OP_POISON:
+        for (uint64_t i = 0; i < op->value; i++) {
+            uint32_t want = op->kind == OP_POISON ? 0xffffffffu : (uint32_t)op->source + (uint32_t)i * 2654435761u;
+            *(uint64_t *)op->argument += ((uint32_t *)op->target)[i] != want;
+        }
+        break;
+    case OP_FAULT: *knob("sticky") = 700; break;
     case OP_SPIN: {
         struct timespec wait = {(time_t)(op->value / 1000000000), (long)(op->value % 1000000000)};
         nanosleep(&wait, NULL);
@@ -395,7 +408,17 @@ static int f_cuLaunchKernel(const char *name, unsigned x, unsigned y, unsigned z
     COUNT("calls_kernel");
     if (!strcmp(name, "kvs_spin"))
         return push(stream, (struct op){.kind = OP_SPIN, .value = *(uint64_t *)args[0]});
-    if (strcmp(name, "kvs_scatter")) return 0;
+    if (!strcmp(name, "kvs_fill"))
+        return push(stream, (struct op){.kind = OP_FILL, .target = *(ptr_t *)args[0], .value = *(uint64_t *)args[1],
+                                        .source = *(uint32_t *)args[2]});
+    if (!strcmp(name, "kvs_check"))
+        return push(stream, (struct op){.kind = OP_CHECK, .target = *(ptr_t *)args[0], .value = *(uint64_t *)args[1],
+                                        .source = *(uint32_t *)args[2], .argument = *(void **)args[3]});
+    if (!strcmp(name, "kvs_check_poison"))
+        return push(stream, (struct op){.kind = OP_POISON, .target = *(ptr_t *)args[0], .value = *(uint64_t *)args[1],
+                                        .argument = *(void **)args[2]});
+    if (!strcmp(name, "kvs_fault")) return push(stream, (struct op){.kind = OP_FAULT});
+    assert(!strcmp(name, "kvs_scatter"));
     const struct scatter *scatter = args[0];
     const struct piece *pieces = (const struct piece *)scatter->pieces;
     for (unsigned page = 0; page < y; page++) {

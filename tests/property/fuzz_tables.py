@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from table_model import TableModel  # noqa: E402
+from table_model import TableModel
 
 
 def run_round(seed: int, steps: int, check_every: int) -> TableModel:

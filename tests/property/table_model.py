@@ -40,7 +40,7 @@ class Session:
         self.rows: list[list[Page | None]] = []
         self.committed = 0
         self.is_active = False
-        self.waiting: set[Page] = set()
+        self.waiting: dict[Page, None] = {}  # in order: a seed has to replay
         self.fences: list[Fence] = []
         self.last_write: dict[Page, str] = {}
 
@@ -208,13 +208,23 @@ class TableModel:
         elif how == "fail" and self.draw(4) == 0:
             how = "cancel"
         page = move.page
+        if how == "fail" and not move.is_detached and self.draw(4) == 0:
+            # The verdict is bad, yet a piece is still in flight; its end comes some time later.
+            self.running[move] = read
+            self.cancelled.add(move)
+            self.tables.move_stalled(move)
+            self.pump()
+            self._settle(page)
+            return
         if move.state is MoveState.STARTED:
             self.memory[place_of(move.target)] = GARBAGE
         if how == "done" and move.state is MoveState.STARTED:
             if read is None:
                 read = self._read(move)
             if not move.is_detached:
-                assert page not in self.content or read == self.content[page], f"INV-418: {move} read {read}"
+                assert page not in self.content or read == self.content[page], (
+                    f"INV-418: {move} read {read}"
+                )
             self.memory[place_of(move.target)] = read
             self.tables.move_done(move)
         elif how == "cancel" or (how == "done" and move.state is MoveState.BOUNCING):
@@ -230,7 +240,7 @@ class TableModel:
             if page not in session.waiting:
                 continue
             if page.is_ready and page.level == 0:
-                session.waiting.discard(page)
+                del session.waiting[page]
                 self.tables.lock([page])
                 if not session.waiting:
                     self._activated(session)
@@ -239,7 +249,7 @@ class TableModel:
 
     def _give_up(self, session: Session) -> None:
         """End a resume that failed: back to suspended, nothing leaked (INV-916)."""
-        waiting, session.waiting = session.waiting, set()
+        waiting, session.waiting = session.waiting, {}
         locked = [page for page in session.pages() if page not in waiting]
         self.tables.unlock([page for page in locked if page.lock_count], PASSED)
         others = {page for other in self.sessions for page in other.waiting}
@@ -262,9 +272,9 @@ class TableModel:
         for uses in self.kernels.values():
             for page, place, symbol in uses:
                 is_here = page.primary is not None and place_of(page.primary) == place
-                if page in mine and is_here and self.memory.get(place) == GARBAGE:
-                    if self.content.get(page) == symbol:
-                        self.memory[place] = symbol
+                is_late = page in mine and is_here and self.memory.get(place) == GARBAGE
+                if is_late and self.content.get(page) == symbol:
+                    self.memory[place] = symbol
 
     # -- kernels ------------------------------------------------------------------------------
 
@@ -333,10 +343,9 @@ class TableModel:
             if self.memory.get(place) == GARBAGE and page.state is PageState.FILLING:
                 if self.content.get(page) == symbol:
                     self.memory[place] = symbol
-            elif page.state is not PageState.FILLING:
-                if not symbol.startswith("fill"):
-                    found = self.memory.get(place)
-                    assert found == symbol, f"INV-224: {place} reused before its step ended"
+            elif page.state is not PageState.FILLING and not symbol.startswith("fill"):
+                found = self.memory.get(place)
+                assert found == symbol, f"INV-224: {place} reused before its step ended"
         if fence in self.step_uses:
             self.step_uses.remove(fence)
         self.tables.fence_passed(fence)
@@ -392,7 +401,7 @@ class TableModel:
         wanted = [page for page in session.pages() if page not in fresh]
         resident = [page for page in wanted if page.level == 0 and page.is_ready]
         self.tables.lock(resident)
-        session.waiting = set(wanted) - set(resident)
+        session.waiting = dict.fromkeys(page for page in wanted if page not in resident)
         for page in session.waiting:
             assert page.is_restoring, page
         if not session.waiting:
@@ -425,6 +434,8 @@ class TableModel:
         self, rows: list[list[Page | None]], counts: list[int], refusal: Refusal
     ) -> None:
         """Compare a refusal with plain counting (INV-408)."""
+        if self._is_stalled():
+            return
         self.refusals += 1
         group = refusal.group
         wanted = {page for page in rows[group] if page is not None}
@@ -444,6 +455,11 @@ class TableModel:
         too_many = len(locked) + grow > device
         too_many |= len(locked) + grow + len(held) > everything
         assert too_many, f"INV-408: refused although counting says it fits: {refusal}"
+
+    def _is_stalled(self) -> bool:
+        """Tell whether a transfer may never end: its slots are out of every count (INV-119)."""
+        stalled = any(pool.stalled for level in self.tables.pools for pool in level)
+        return stalled or bool(self.tables.stalled_moves)
 
     def _truncate(self, session: Session) -> None:
         """Cut a session back to its last servable block after a loss (INV-335)."""
@@ -485,11 +501,13 @@ class TableModel:
     def commit(self) -> None:
         """Commit the first filled block of an active session."""
         session = self._pick(
-            lambda one: one.is_active
-            and one.committed < min(len(one.rows[0]), len(one.path))
-            and all(
-                row[one.committed] is not None and row[one.committed] in self.content
-                for row in one.rows
+            lambda one: (
+                one.is_active
+                and one.committed < min(len(one.rows[0]), len(one.path))
+                and all(
+                    row[one.committed] is not None and row[one.committed] in self.content
+                    for row in one.rows
+                )
             )
         )
         if session is None or not self._may_write(session):
@@ -504,9 +522,7 @@ class TableModel:
             symbol = f"key{session.salt}{session.path[: block + 1]}g{group}"
             assert page.primary is not None
             self.memory[place_of(page.primary)] = symbol
-            used = self.tables.commit(
-                page, key, parent, block, self.draw(3), parent_key=parent_key
-            )
+            used = self.tables.commit(page, key, parent, block, self.draw(3), parent_key=parent_key)
             if used is not page:
                 self.content.pop(page, None)
             known = self.content.get(used)
@@ -612,8 +628,18 @@ class TableModel:
                 assert pool.copies.count <= before + pool.primaries
         self.pump()
 
+    def trim(self) -> None:
+        """Evict ahead of use, so that demotions can be recalled (INV-330)."""
+        level = self.draw(len(self.spec.levels))
+        plan = self.plan(lambda: self.tables.plan_trim(level, [2] * len(self.spec.groups)))
+        if isinstance(plan, Plan):
+            self.tables.apply(plan)
+            self.pump()
+
     def _check_resize_refusal(self, level: int, counts: list[int], refusal: Refusal) -> None:
         """A shrink is refused only if the held pages do not fit here and below (INV-902)."""
+        if self._is_stalled():
+            return
         group = refusal.group
         held = [0] * len(self.spec.levels)
         for index, pools in enumerate(self.tables.pools):
@@ -639,8 +665,9 @@ class TableModel:
         ("fork", 2),
         ("prefetch", 5),
         ("resize", 3),
+        ("trim", 5),
         ("pass_kernel", 6),
-        ("run_move", 16),
+        ("run_move", 22),
     )
     WHEEL = tuple(name for name, weight in STEPS for _ in range(weight))
 
@@ -674,7 +701,8 @@ class TableModel:
         now: dict[str, int] = {}
         for (level, group), stats in self.tables.snapshot().items():
             assert stats.total == stats.ready + stats.draining + stats.primaries + stats.copies
-            free = stats.ready + stats.draining
+            stalled = len(self.tables.pools[level][group].stalled)
+            free = stats.ready + stats.draining - stalled
             assert stats.available == free + stats.evictable + stats.copies, "INV-803"
             for name in stats.__slots__:
                 if name not in gauges and name != "retained_copies":

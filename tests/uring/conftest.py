@@ -279,6 +279,19 @@ def native_kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture
+def kind_is_available() -> Callable[[str], None]:
+    """Skip with the reason where the system refuses an engine."""
+
+    def check(name: str) -> None:
+        try:
+            open_engine(kind=name).close()
+        except UnsupportedError as error:
+            pytest.skip(str(error))
+
+    return check
+
+
 #: One piece at a time, so that a held piece keeps everything behind it in its queue.
 NARROW = IoConfig(inflight_bytes=4096, write_piece_bytes=64 * KIB, read_piece_bytes=64 * KIB)
 

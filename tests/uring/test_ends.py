@@ -347,6 +347,18 @@ async def test_a_cancelled_close_still_closes(open_rig: Any, native_kind: str) -
         assert await transfer.end() == CANCELLED
 
 
+async def test_closing_from_two_tasks(open_rig: Any, native_kind: str) -> None:
+    """INV-909: both calls return once the engine is closed."""
+    async with open_rig(native_kind) as rig:
+        rig.inject("delay", 30_000_000)
+        transfer = rig.write(0)
+        await asyncio.sleep(0.01)
+        await asyncio.gather(rig.engine.aclose(), rig.engine.aclose())
+        assert await transfer.end() == CANCELLED
+        with pytest.raises(StoreClosed):
+            rig.write(1)
+
+
 async def test_two_queues_share_an_engine(open_rig: Any, native_kind: str) -> None:
     """INV-122, INV-123: each store has its own queue; cap and piece queues are shared."""
     async with open_rig(native_kind) as rig:

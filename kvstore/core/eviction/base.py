@@ -58,9 +58,7 @@ class EvictionPolicy(Protocol):
         """Take a slot out; its page was locked, moved or ended."""
         ...
 
-    def select(
-        self, count: int, *, held_limit: int, excluded: Collection[Slot] = ()
-    ) -> Selection:
+    def select(self, count: int, *, held_limit: int, excluded: Collection[Slot] = ()) -> Selection:
         """Return up to ``count`` victims, at most ``held_limit`` of them held (INV-414).
 
         Pure. Cost: O(victims + excluded).

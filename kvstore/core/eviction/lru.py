@@ -105,9 +105,7 @@ class LruPolicy:
         else:
             self.droppable_count -= 1
 
-    def select(
-        self, count: int, *, held_limit: int, excluded: Collection[Slot] = ()
-    ) -> Selection:
+    def select(self, count: int, *, held_limit: int, excluded: Collection[Slot] = ()) -> Selection:
         """Merge the lanes by priority, then by age; held ones only up to their limit."""
         victims: list[Slot] = []
         for priority in self._priorities:

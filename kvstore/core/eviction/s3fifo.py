@@ -75,9 +75,7 @@ class S3FifoPolicy:
             self.droppable_count -= 1
         lane.remove(slot)
 
-    def select(
-        self, count: int, *, held_limit: int, excluded: Collection[Slot] = ()
-    ) -> Selection:
+    def select(self, count: int, *, held_limit: int, excluded: Collection[Slot] = ()) -> Selection:
         """Walk small and main as S3-FIFO would, changing nothing; held pages follow."""
         victims: dict[Slot, None] = {}
         passed_over: list[Slot] = []
@@ -130,9 +128,10 @@ class S3FifoPolicy:
             assert node.page is not None
             for child in node.page.child_list():
                 primary = child.primary
-                if primary is not None and primary.pool is node.pool and primary.lane is not None:
-                    if not primary.lane.is_held:
-                        stack.append(primary)
+                if primary is None or primary.pool is not node.pool:
+                    continue
+                if primary.lane is not None and not primary.lane.is_held:
+                    stack.append(primary)
         for node in reversed(order):
             victims[node] = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import time
 from typing import Any
 
 import numpy as np
@@ -277,3 +278,41 @@ def test_many_cycles_over_eight_streams(make_harness: Any) -> None:
         assert all(event.query() for event in events)
         for ticket in taken:
             ring.release(ticket)
+
+
+def test_the_oldest_open_ticket_is_visible_and_stays_open(harness: Any) -> None:
+    """INV-223: the watchdog sees the age of the oldest ticket and publishes nothing by itself."""
+    device = harness.open()
+    gate = Gate(device, harness.ring)
+    assert harness.ring.oldest_open() is None
+    first = gate.take(device.stream("gated0"))
+    second = gate.take(device.stream("gated1"))
+    oldest = harness.ring.oldest_open()
+    assert (first.word, first.generation) == (oldest.word, oldest.generation)
+    assert oldest.age_ns >= 0
+    assert first.status is None and second.status is None
+    first.publish()
+    assert second.word == harness.ring.oldest_open().word
+    second.publish()
+    assert harness.ring.oldest_open() is None
+
+
+def test_no_fallback_polls_by_time(harness: Any, on_loop: Any) -> None:
+    """INV-214: waiting at a gate wakes nobody; the publication alone wakes the stream."""
+    device = harness.open()
+    gate = Gate(device, harness.ring)
+    stream = device.stream("gated0")
+
+    async def body(waiting: Any) -> None:
+        ticket = gate.take(stream)
+        token, future = waiting.token()
+        device.notify(stream, waiting.queue, token)
+        wakeups = waiting.queue.wakeups
+        begin = time.process_time()
+        await asyncio.sleep(0.2)
+        assert wakeups == waiting.queue.wakeups
+        assert time.process_time() - begin < 0.1
+        ticket.publish()
+        assert await future == 0
+
+    on_loop(body)

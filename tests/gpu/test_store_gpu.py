@@ -1,0 +1,90 @@
+"""The whole store on a GPU: every byte through all tiers, awaited and gated."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvstore
+from kvstore.testing import pattern
+
+pytestmark = pytest.mark.gpu
+
+PAGE_BYTES = 256 << 10
+BLOCK, BLOCKS = 16, 4
+
+
+def _config(path: Path, *, tensors: Any = None, host: bool = True) -> kvstore.StoreConfig:
+    device = {"tensors": tensors} if tensors else {"gpu_cache_size": 16 * PAGE_BYTES}
+    return kvstore.StoreConfig(
+        block_tokens=BLOCK,
+        pool_groups=(kvstore.PoolGroupConfig("full", page_bytes=PAGE_BYTES),),
+        device=kvstore.DeviceTierConfig(device="cuda:0", **device),
+        host=kvstore.HostTierConfig(host_cache_size=8 * (PAGE_BYTES + 4096)) if host else None,
+        disk=kvstore.DiskTierConfig(
+            disk_cache_size=128 * (PAGE_BYTES + 4096),
+            disk_cache_path=str(path / "kv"),
+            disk_keep_copy_after_restore=True,
+        ),
+    )
+
+
+async def _serve(store: Any, torch: Any, number: int, *, gated: bool) -> int:
+    """Run one request: check what was cached, compute the rest; returns the cached blocks."""
+    pool = store.device_pool("full").as_tensor()
+    tokens = list(range(number * 1000, number * 1000 + BLOCK * BLOCKS))
+    stream = torch.cuda.current_stream()
+    async with store.session(tokens) as session:
+        restore = await session.resume(stream, gated=gated)
+        cached = session.cached_tokens // BLOCK
+        table = session.page_table("full")
+        pages = [pool[int(table[block])].reshape(-1).clone() for block in range(cached)]
+        torch.cuda.current_stream().synchronize()
+        if gated:
+            await restore.ready()
+        restore.raise_for_status()
+        for block, page in enumerate(pages):
+            want = pattern(f"{number}.{block}", PAGE_BYTES)
+            assert np.array_equal(want, page.cpu().numpy())
+        while not session.try_grow(len(tokens)):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        table = session.page_table("full")
+        for block in range(cached, BLOCKS):
+            source = torch.from_numpy(np.array(pattern(f"{number}.{block}", PAGE_BYTES)))
+            pool[int(table[block])].reshape(-1).copy_(source)
+        event = torch.cuda.Event()
+        event.record()
+        store.step(event)
+        session.commit(tokens[session.history_tokens :])
+        session.suspend(event)
+    return cached
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["await", "gate"])
+def test_every_byte_survives(
+    cuda: Any, torch_cuda: Any, on_loop: Any, tmp_path: Path, record: Any, *, gated: bool
+) -> None:
+    """INV-201, INV-202, INV-220: three rounds over requests that fit nowhere, on the GPU."""
+    cuda.close()
+
+    async def body(_waiting: Any) -> None:
+        async with kvstore.open_store(_config(tmp_path)) as store:
+            cached = [
+                await _serve(store, torch_cuda, number, gated=gated)
+                for _ in range(3)
+                for number in range(12)
+            ]
+            stats = store.stats()
+        record(
+            gated=gated,
+            cached=sum(cached),
+            gate_busy=stats.gate_busy,
+            fallbacks=stats.gate_await_fallbacks,
+        )
+        assert [0] * 12 + [BLOCKS] * 24 == cached
+
+    on_loop(body)
