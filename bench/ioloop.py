@@ -396,9 +396,9 @@ class Lane:
             if not len(slots):
                 return
         if self._has_header:
-            is_read = self._is_read[slots]
-            self.verified += int(is_read.sum())
-            self.sealed_bytes += int(self._sizes[slots][~is_read].sum())
+            checked = self._is_read[slots]
+            self.verified += int(checked.sum())
+            self.sealed_bytes += int(self._sizes[slots][~checked].sum())
         if now < self.window_ns:
             return
         self.last_ns = now
