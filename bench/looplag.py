@@ -11,6 +11,7 @@ import asyncio
 import ctypes
 import os
 import time
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,12 +22,12 @@ _TIMER_ABSTIME = 1
 
 
 class _TimerSpec(ctypes.Structure):
-    _fields_ = (
+    _fields_: ClassVar = [  # type: ignore[mutable-override]  # ctypes wants it
         ("interval_s", ctypes.c_long),
         ("interval_ns", ctypes.c_long),
         ("value_s", ctypes.c_long),
         ("value_ns", ctypes.c_long),
-    )
+    ]
 
 
 def _open_timer(first_ns: int) -> int:

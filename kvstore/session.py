@@ -695,7 +695,7 @@ class Session:
         restore.note_failure(failed, token, status)
 
     def _cut(self, block_count: int) -> None:
-        """Keep the first blocks only, or fewer where a window cannot serve that length (INV-319)."""
+        """Keep the first blocks, or fewer where a window cannot serve that length (INV-319)."""
         if self._needs_rematch(block_count):
             match = self.store.tables.match(self._known.keys[:block_count])
             rows, block_count = match.pages, match.block_count

@@ -838,8 +838,8 @@ class KVStore:
         oldest = getattr(self._gate_words, "oldest_open", lambda: None)()
         if oldest is not None and oldest.age_ns >= self.config.io.watchdog * 1e9:
             logger.warning(
-                "gate ticket (word %d, generation %d) is unpublished for %.1f s; %d restores behind "
-                "gates",
+                "gate ticket (word %d, generation %d) is unpublished for %.1f s; "
+                "%d restores behind gates",
                 oldest.word,
                 oldest.generation,
                 oldest.age_ns / 1e9,

@@ -1,4 +1,4 @@
-"""``kvstore-bench io``, ``compare`` and ``mixed`` on real files and real engines, small and short."""
+"""``kvstore-bench io``, ``compare`` and ``mixed`` on real files and engines, small and short."""
 
 import json
 import os
@@ -115,9 +115,9 @@ def test_job_file_runs(tmp_path):
     """Fio's INI, two groups and a shared file."""
     path = tmp_path / "jobs.fio"
     path.write_text(
-        "[global]\ndirectory=%s\nsize=4m\nbs=64k\nioengine=threads\ndirect=0\nfilename=data\nmemory=small\n"
+        f"[global]\ndirectory={tmp_path}\nsize=4m\nbs=64k\nioengine=threads\ndirect=0\n"
+        "filename=data\nmemory=small\n"
         "[write]\nrw=write\n[read]\nstonewall\nrw=randread\niodepth=4\nnumjobs=2\ngroup_reporting\n"
-        % tmp_path
     )
     done = bench("io", str(path), "--output-format=json")
     write, read = json.loads(done.stdout)["jobs"]
