@@ -301,7 +301,7 @@ def test_growing_leaves_the_session_alone_if_it_is_refused(make: Any) -> None:
 
 
 def test_one_flight_serves_all_who_want_a_page(make: Any) -> None:
-    """INV-326, INV-327: a second restore joins; abandoning needs nobody left."""
+    """INV-326, INV-327, INV-336: the second joins the page's transfer; each has its own hold."""
     driver = make(2, 2, None)
     driver.put("a", 1)
     driver.put("b", 2)
