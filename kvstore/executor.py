@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 RETRY = -10_100
 #: Status of a move that the device refused.
 DEVICE_FAILED = -10_101
+#: Pages handed to device and engine in one turn of the loop; the rest leaves in the next ones.
+TURN_PAGES_MAX = 256
 
 VERDICT = int(CompletionFlag.VERDICT)
 END = int(CompletionFlag.END)
@@ -272,7 +275,7 @@ class Executor:
         self._stall_s = stall_s
         self.jobs: dict[Move, _Job] = {}
         self._waiters: dict[Page, list[Flight]] = {}
-        self._transfers: list[tuple[_Job, Transfer]] = []
+        self._transfers: dict[_Job, Transfer] = {}
         self._copies: dict[CopyDirection, dict[tuple[int, int], tuple[HostPool, list[_Job]]]] = {
             CopyDirection.TO_HOST: {},
             CopyDirection.TO_DEVICE: {},
@@ -328,7 +331,7 @@ class Executor:
 
     def _flush_turn(self) -> None:
         self._is_flush_scheduled = False
-        self._guarded(self.flush)
+        self._guarded(self.flush, TURN_PAGES_MAX)
 
     def _guarded(self, step: Callable[..., None], *args: Any) -> None:
         """Run what a completion asks for; a bug of ours stops the store, not the loop (INV-917)."""
@@ -343,14 +346,28 @@ class Executor:
         self.settle()
         self._after_turn()
 
-    def flush(self) -> None:
-        """Hand over everything collected: device copies out first, because they free slots for the
+    def flush(self, page_count: int | None = None) -> None:
+        """Hand over what was collected: device copies out first, because they free slots for the
         copies in; then one engine call.
+
+        With a bound, what is beyond it leaves in the next turns, so that a large restore does not
+        hold the loop (INV-129).
         """
-        while any(self._copies.values()):
-            self._flush_copies(CopyDirection.TO_HOST, self._device.d2h)
-            self._flush_copies(CopyDirection.TO_DEVICE, self._device.h2d)
-        self._flush_transfers()
+        for direction, stream in (
+            (CopyDirection.TO_HOST, self._device.d2h),
+            (CopyDirection.TO_DEVICE, self._device.h2d),
+        ):
+            self._flush_copies(direction, stream, page_count)
+        if page_count is None and any(self._copies.values()):
+            self.flush()
+            return
+        self._flush_transfers(page_count)
+        self._schedule_flush()
+
+    def flush_copies_out(self) -> None:
+        """Enqueue every copy out of the device, so that the fences of its slots have events."""
+        self._flush_copies(CopyDirection.TO_HOST, self._device.d2h, None)
+        self._schedule_flush()
 
     def _start(self, move: Move) -> None:
         job = self.jobs.get(move)
@@ -482,11 +499,19 @@ class Executor:
         self._copies[direction].setdefault(key, (pool, []))[1].append(job)
         self._copy_slots[job] = (device_slot, host_slot)
 
-    def _flush_copies(self, direction: CopyDirection, stream: Stream) -> None:
+    def _flush_copies(
+        self, direction: CopyDirection, stream: Stream, page_count: int | None
+    ) -> None:
         batches, self._copies[direction] = self._copies[direction], {}
-        for (group, _), (pool, jobs) in batches.items():
+        left = page_count
+        for key, (pool, jobs) in batches.items():
+            if left is not None and len(jobs) > left:
+                self._copies[direction][key] = (pool, jobs[left:])
+                jobs = jobs[:left]
+            if left is not None:
+                left -= len(jobs)
             if jobs:
-                self._enqueue_copies(direction, stream, group, pool, jobs)
+                self._enqueue_copies(direction, stream, key[0], pool, jobs)
         if batches:
             self.settle_now()
 
@@ -619,7 +644,7 @@ class Executor:
             ),
             deadline_ns=self._deadline_ns(page) if opcode is Opcode.READ else 0,
         )
-        self._transfers.append((job, transfer))
+        self._transfers[job] = transfer
 
     def _deadline_ns(self, page: Page) -> int:
         """Return the latest deadline of those who wait, if it is later than the default (INV-336).
@@ -631,16 +656,22 @@ class Executor:
             return 0
         return round(latest * 1e9)
 
-    def _flush_transfers(self) -> None:
-        batch, self._transfers = self._transfers, []
-        if not batch:
+    def _flush_transfers(self, page_count: int | None) -> None:
+        if not self._transfers:
             return
+        batch = self._transfers
+        if page_count is not None and len(batch) > page_count:
+            batch = dict(itertools.islice(batch.items(), page_count))
+            for job in batch:
+                del self._transfers[job]
+        else:
+            self._transfers = {}
         assert self._disk is not None
         try:
-            self._disk.submit(self._queue, [transfer for _, transfer in batch])
+            self._disk.submit(self._queue, list(batch.values()))
         except (KVStoreError, OSError) as error:
             logger.warning("%d disk transfers refused: %s", len(batch), error)
-            for job, _ in batch:
+            for job in batch:
                 job.status = job.status or (CANCELLED if isinstance(error, StoreClosed) else -5)
                 self._transfer_ended(job)
             self.settle()
@@ -791,7 +822,7 @@ class Executor:
             assert self._disk is not None
             self._disk.cancel(transfer)
         elif transfer is not None:
-            self._transfers = [entry for entry in self._transfers if entry[0] is not job]
+            del self._transfers[job]
             job.transfer = None
             self._end(job, CANCELLED)
         elif job.loans is not None and job.landing < 0:
@@ -869,7 +900,7 @@ class Executor:
         closed gate may block the loop, and nothing behind a closed gate may need the loop.
         Returns: None if something is not ready (`GateBusy`); the moves then go on in await mode.
         """
-        self._flush_copies(CopyDirection.TO_HOST, self._device.d2h)
+        self._flush_copies(CopyDirection.TO_HOST, self._device.d2h, None)
         by_group: dict[int, tuple[list[_Job], list[_Job]]] = {}
         for move in moves:
             job = self.jobs.get(move)
@@ -912,11 +943,10 @@ class Executor:
                 job.transfer.ticket = gated.tickets[group].ticket
                 job.transfer.deadline_ns = deadline_ns
                 batch.append(job.transfer)
+                del self._transfers[job]
         if not batch:
             return
         assert self._disk is not None
-        chosen = {id(transfer) for transfer in batch}
-        self._transfers = [entry for entry in self._transfers if id(entry[1]) not in chosen]
         try:
             self._disk.submit(self._queue, batch)
         except (KVStoreError, OSError):

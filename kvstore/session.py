@@ -431,7 +431,8 @@ class RestoreQueue:
             self._store.executor.detach(future.result().flight)  # granted in the turn of the cancel
         if waiting in self._waiting:
             self._waiting.remove(waiting)
-        self.pump()
+        self._store.executor.room_grew = True
+        self._store.settle()
 
     def _start(
         self, session: Session, pages: list[Page], deadline_at: float | None
@@ -444,6 +445,8 @@ class RestoreQueue:
         for group, count in enumerate(need):
             if self._open[group] and self._open[group] + count > self.budgets[group]:
                 return None
+            if self._waiting and count > tables.available_count(0, group):
+                return None  # not worth a plan yet
         rows: list[list[Page]] = [[] for _ in self.budgets]
         for page in pages:
             rows[page.group].append(page)

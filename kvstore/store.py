@@ -320,6 +320,7 @@ class KVStore:
         self._is_syncing = False
         self._persistent_pages = 0
         self._watch_timer: asyncio.TimerHandle | None = None
+        self._pump_handle: asyncio.Handle | None = None
         self._gate_await_fallbacks = 0
         self._gate_busy = 0
         self._is_engine_shared = parts.engine is not None
@@ -668,10 +669,11 @@ class KVStore:
     def _after_turn(self) -> None:
         """Let those go on who waited for room or for a fence."""
         executor = self.executor
-        while executor.room_grew and self.restores.waiting_count:
-            executor.room_grew = False
-            self.restores.pump()
+        if executor.room_grew and self.restores.waiting_count and self._pump_handle is None:
+            self._pump_handle = self._loop.call_soon(self._pump)
         executor.room_grew = False
+        if self._is_engine_shared and self.engine is not None:
+            self.tables.engine_room_bytes = self.engine.background_room_bytes()  # INV-123
         if self._drains:
             self._drains = [drain for drain in self._drains if not drain.check()]
         if self.config.check_invariants:
@@ -679,6 +681,13 @@ class KVStore:
         if executor.written_since_sync and self._is_strict and not self._is_syncing:
             self._is_syncing = True
             self._start_background(self._sync_files)
+
+    def _pump(self) -> None:
+        """Serve waiting restores, once per turn of the loop: a plan costs O(its pages)."""
+        self._pump_handle = None
+        if self._state is StoreState.OPEN:
+            self.restores.pump()
+            self._after_turn()
 
     def _check_state(self) -> None:
         try:
@@ -790,12 +799,15 @@ class KVStore:
     def grant(self, stream: Stream | None, fences: Sequence[Fence]) -> None:
         """Let the stream wait until freshly granted slots are drained (INV-338, INV-417)."""
         if any(not fence.passed and fence.event is None for fence in fences):
-            self.executor.flush()  # gives copies that are only collected yet their events
-        for fence in fences:
+            self.executor.flush_copies_out()  # what is only collected yet gets its events
+        waited: set[int] = set()
+        for fence in dict.fromkeys(fences):
             if fence.passed:
                 continue
             if fence.event is not None and stream is not None:
-                stream.wait_event(fence.event)
+                if id(fence.event) not in waited:
+                    waited.add(id(fence.event))
+                    stream.wait_event(fence.event)
                 self._granted.append((None, fence))
             else:
                 self._granted.append((stream, fence))
