@@ -286,6 +286,8 @@ class Executor:
         self._landless: dict[_Job, None] = {}  # jobs that wait for a landing slot
         self._landing_timer: asyncio.TimerHandle | None = None
         self.on_idle: list[Callable[[], None]] = []
+        self._open_io = 0  # transfers and batches of copies that native code has
+        self._is_broken = False
         self.on_event: Callable[[Any], None] | None = None
         self.on_shrunk: Callable[[list[tuple[int, int]]], None] = lambda _: None
         self.room_grew = False
@@ -296,6 +298,11 @@ class Executor:
         self.write_failures_in_a_row = 0
         self.read_failures_in_a_row = 0
         self.last_write_error = ""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is in flight; after a bug of ours only native code is asked."""
+        return not self._open_io and (self._is_broken or not self.jobs)
 
     # What the tables want.
 
@@ -340,7 +347,12 @@ class Executor:
             self._settle_after()
         except Exception as error:
             logger.exception("the executor failed")
+            self._is_broken = True
             self._on_failure(error)
+        if self.on_idle and self.is_idle:
+            callbacks, self.on_idle = self.on_idle, []
+            for callback in callbacks:
+                callback()
 
     def _settle_after(self) -> None:
         self.settle()
@@ -546,9 +558,8 @@ class Executor:
             event = stream.record()
             for job in jobs:
                 job.copies_open += 1
-            self._device.notify(
-                stream, lambda status, *_: self._guarded(self._copied, jobs, status)
-            )
+            self._device.notify(stream, lambda status, *_: self._copies_back(jobs, status))
+            self._open_io += 1
         except KVStoreError as error:
             self._copy_refused(jobs, error)
             return None
@@ -581,6 +592,10 @@ class Executor:
             self._end(job, DEVICE_FAILED)
         if getattr(error, "is_sticky", False):
             self._on_failure(error)
+
+    def _copies_back(self, jobs: list[_Job], status: int) -> None:
+        self._open_io -= 1
+        self._guarded(self._copied, jobs, status)
 
     def _copied(self, jobs: list[_Job], status: int) -> None:
         """A batch of device copies has completed."""
@@ -639,9 +654,7 @@ class Executor:
             key=page.key or disk_format.NO_KEY,
             parent_key=page.parent_key or disk_format.NO_KEY,
             block_index=max(0, page.block_index),
-            callback=lambda status, flags, _: self._guarded(
-                self._transferred, job, transfer, status, flags
-            ),
+            callback=lambda status, flags, _: self._transfer_back(job, transfer, status, flags),
             deadline_ns=self._deadline_ns(page) if opcode is Opcode.READ else 0,
         )
         self._transfers[job] = transfer
@@ -669,12 +682,18 @@ class Executor:
         assert self._disk is not None
         try:
             self._disk.submit(self._queue, list(batch.values()))
+            self._open_io += len(batch)
         except (KVStoreError, OSError) as error:
             logger.warning("%d disk transfers refused: %s", len(batch), error)
             for job in batch:
                 job.status = job.status or (CANCELLED if isinstance(error, StoreClosed) else -5)
                 self._transfer_ended(job)
             self.settle()
+
+    def _transfer_back(self, job: _Job, transfer: Transfer, status: int, flags: int) -> None:
+        if flags & END:
+            self._open_io -= 1
+        self._guarded(self._transferred, job, transfer, status, flags)
 
     def _transferred(self, job: _Job, transfer: Transfer, status: int, flags: int) -> None:
         """A disk transfer has a verdict, has ended, or both (INV-118, INV-119)."""
@@ -771,10 +790,6 @@ class Executor:
         job.give_back()
         self.room_grew = True
         self.review(move.page, OK if is_withdrawn else status)
-        if not self.jobs:
-            callbacks, self.on_idle = self.on_idle, []
-            for callback in callbacks:
-                callback()
 
     def review(self, page: Page, status: int = OK) -> None:
         """Tell the waiters of a page, unless bytes of it are still on their way up.
@@ -949,6 +964,7 @@ class Executor:
         assert self._disk is not None
         try:
             self._disk.submit(self._queue, batch)
+            self._open_io += len(batch)
         except (KVStoreError, OSError):
             # INV-215: published as failed before anything else happens.
             for ticket in gated.tickets.values():
