@@ -112,7 +112,9 @@ def command(
     if output_format == "json":
         click.echo(json.dumps({"trace": Path(trace).name, "rows": results}, indent=2))
         return
-    click.echo("| disk blocks | policy | admission | hit % | written | read back | written / read |")
+    click.echo(
+        "| disk blocks | policy | admission | hit % | written | read back | written / read |"
+    )
     click.echo("|---|---|---|---|---|---|---|")
     for row in results:
         click.echo(

@@ -136,7 +136,7 @@ class Flight:
             self._on_done.append((group, callback))
 
     def abandon(self) -> None:
-        """Await nothing any more; whoever waits for the flight goes on and sees ``is_cancelled``."""
+        """Await nothing any more; who waits for the flight goes on and sees ``is_cancelled``."""
         self.remaining, self.open_count = {}, {}
         callbacks, self._on_done = self._on_done, []
         for _, callback in callbacks:
@@ -892,7 +892,7 @@ class Executor:
             flight.abandon()
 
     def cancel_all(self) -> None:
-        """Withdraw every transfer that is open and start no other; the store is closing (INV-908)."""
+        """Withdraw every open transfer and start no other; the store is closing (INV-908)."""
         self.is_closing = True
         self.abandon_waiters()
         for move in list(self.jobs):

@@ -77,7 +77,7 @@ def add(rig: SimRig, name: str, **where: Any) -> None:
 @pytest.mark.parametrize("held", [True, False], ids=["held", "droppable"])
 @pytest.mark.parametrize("name", FAULTS)
 async def test_read(name: str, held: bool, nth: int) -> None:
-    """INV-913, INV-914: a bad read is a miss from that block on, for every waiter, without retry."""
+    """INV-913, INV-914: a bad read is a miss from that block on, for each waiter, with no retry."""
     async with opened() as (store, client, rig):
         await client.put(TOKENS)
         await client.put(NEIGHBOUR)
@@ -136,7 +136,7 @@ async def test_required_write(name: str, held: bool, nth: int) -> None:
             await client.settle()
             one.suspend(client.stream.record())
             await one.aclose()
-        if name in BROKEN and name not in {"never"}:
+        if name in BROKEN and name != "never":
             errors = store.stats().engine.classes[IoClass.REQUIRED].errors
             number = FAULTS[name][1]
             assert number == 0 or errors.get(number, 0) > 0  # INV-810

@@ -77,7 +77,7 @@ async def test_closing_returns_threads_and_descriptors(tmp_path: Path) -> None:
 
 
 async def test_leaving_with_open_sessions_closes_and_says_so(tmp_path: Path) -> None:
-    """INV-907: leaving always closes; a body that ended normally gets LogicError with the number."""
+    """INV-907: leaving always closes; a body that ended well gets LogicError with the number."""
     with pytest.raises(kvstore.LogicError, match="2 sessions"):
         async with kvstore.open_store(config(tmp_path)) as store:
             first, second = store.session([1] * 20), store.session([2] * 20)
@@ -201,7 +201,7 @@ async def test_a_call_from_another_thread_is_refused(tmp_path: Path) -> None:
 
 
 async def test_a_file_that_cannot_be_closed_does_not_spare_the_others(tmp_path: Path) -> None:
-    """C28: a tier that raises while closing; the rest is closed, the error comes once, at the end."""
+    """C28: a tier that raises while closing; the rest is closed, the error comes once, at last."""
     with pytest.raises(OSError, match="injected"):
         async with kvstore.open_store(config(tmp_path)) as store:
             disk = store._disk

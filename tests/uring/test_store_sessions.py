@@ -389,7 +389,7 @@ def two_groups(path: Path) -> kvstore.StoreConfig:
 
 
 async def test_gated_restores_arrive_and_are_counted(tmp_path: Path) -> None:
-    """INV-202, INV-811: one ticket per layer group, enqueued behind the gate, verified, committed."""
+    """INV-202, INV-811: one ticket per layer group, queued behind the gate, verified, committed."""
     async with kvstore.open_store(two_groups(tmp_path)) as store:
         for number in range(4):
             await put(store, number)
@@ -416,7 +416,7 @@ async def test_gated_restores_arrive_and_are_counted(tmp_path: Path) -> None:
 
 
 async def test_a_failed_read_behind_the_gate_voids_the_step(tmp_path: Path) -> None:
-    """INV-219 to INV-221: the session is told the first bad block; its tokens cannot be committed."""
+    """INV-219 to INV-221: the session learns the first bad block; its tokens stay uncommitted."""
     async with kvstore.open_store(two_groups(tmp_path)) as store:
         await put(store, 1)
         await store.aclose(flush=True)
