@@ -793,7 +793,7 @@ class Session:
         Others may use the slots meanwhile, or two half-restored sessions would wait for each
         other for ever (INV-416).
         """
-        self._unlock_all(None)
+        self._unlock_all(PASSED)
         self.store.executor.room_grew = True
         return self._unlocked_pages()
 

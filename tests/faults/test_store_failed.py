@@ -86,7 +86,7 @@ async def test_a_broken_rule_fails_the_store_and_not_the_loop() -> None:
 
 async def test_an_engine_that_stops_fails_transfers_and_nothing_hangs() -> None:
     """INV-113: a submission refused by a stopping engine is a failed transfer for its pages."""
-    async with opened() as (store, client, rig):
+    async with opened() as (_store, client, rig):
         await client.put(TOKENS)
         await client.flood(24)
         await rig.engine.aclose()
