@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WORKERS = 4
+SURVIVED_CANCELS_MAX = 1000
 DEGRADED_WRITE_FAILURES = 3  # required or background writes that failed in a row
 
 
@@ -312,7 +313,7 @@ class KVStore:
         self._drains: list[Drain] = []
         self._unfenced: list[Fence] = []
         self._unnotified: list[Fence] = []
-        self._gated_busy: set[int] = set()
+        self._gated_busy: dict[int, float] = {}  # stream -> since when
         self._matched: dict[str, int] = {}
         self._matched_total = 0
         self._resizing: set[int] = set()
@@ -322,6 +323,7 @@ class KVStore:
         self._is_syncing = False
         self._persistent_pages = 0
         self._watch_timer: asyncio.TimerHandle | None = None
+        self._pump_handle: asyncio.Handle | None = None
         self._gate_await_fallbacks = 0
         self._gate_busy = 0
         self._is_engine_shared = parts.engine is not None
@@ -670,10 +672,11 @@ class KVStore:
     def _after_turn(self) -> None:
         """Let those go on who waited for room or for a fence."""
         executor = self.executor
-        while executor.room_grew and self.restores.waiting_count:
-            executor.room_grew = False
-            self.restores.pump()
+        if executor.room_grew and self.restores.waiting_count and self._pump_handle is None:
+            self._pump_handle = self._loop.call_soon(self._pump)
         executor.room_grew = False
+        if self._is_engine_shared and self.engine is not None:
+            self.tables.engine_room_bytes = self.engine.background_room_bytes()  # INV-123
         if self._drains:
             self._drains = [drain for drain in self._drains if not drain.check()]
         if self.config.check_invariants:
@@ -681,6 +684,13 @@ class KVStore:
         if executor.written_since_sync and self._is_strict and not self._is_syncing:
             self._is_syncing = True
             self._start_background(self._sync_files)
+
+    def _pump(self) -> None:
+        """Serve waiting restores, once per turn of the loop: a plan costs O(its pages)."""
+        self._pump_handle = None
+        if self._state is StoreState.OPEN:
+            self.restores.pump()
+            self._after_turn()
 
     def _check_state(self) -> None:
         try:
@@ -794,11 +804,15 @@ class KVStore:
     def grant(self, stream: Stream | None, fences: Sequence[Fence]) -> None:
         """Let the stream wait until freshly granted slots are drained (INV-338, INV-417)."""
         if any(not fence.passed and fence.event is None for fence in fences):
-            self.executor.flush()  # gives copies that are only collected yet their events
-        for fence in fences:
-            if not fence.passed:
-                is_ordered = stream is not None and self._order(stream, fence)
-                self._granted.append((None if is_ordered else stream, fence))
+            self.executor.flush_copies_out()  # what is only collected yet gets its events
+        ordered: dict[int, bool] = {}  # by event: pages of one batch share one
+        for fence in dict.fromkeys(fences):
+            if fence.passed:
+                continue
+            if stream is not None and id(fence.event) not in ordered:
+                ordered[id(fence.event)] = self._order(stream, fence)
+            is_ordered = stream is not None and ordered[id(fence.event)]
+            self._granted.append((None if is_ordered else stream, fence))
 
     def _order(self, stream: Stream | None, fence: Fence) -> bool:
         """Let a stream wait for a fence; False if it cannot, and then somebody has to await it.
@@ -831,13 +845,13 @@ class KVStore:
             self._gate_busy += 1
             self._gate_await_fallbacks += 1
             return None
-        self._gated_busy.add(free[0])
+        self._gated_busy[free[0]] = self._loop.time()
         self._arm_watchdog()
         return _GateLease(self, self.gate, free[0], behind)
 
     def release_gate(self, index: int, *, is_fallback: bool) -> None:
         """Give a gated stream back."""
-        self._gated_busy.discard(index)
+        self._gated_busy.pop(index, None)
         self._gate_await_fallbacks += is_fallback
 
     def gated_stream(self, index: int) -> Stream:
@@ -857,15 +871,15 @@ class KVStore:
         self._watch_timer = None
         if not self._gated_busy:
             return
-        oldest = getattr(self._gate_words, "oldest_open", lambda: None)()
-        if oldest is not None and oldest.age_ns >= self.config.io.watchdog * 1e9:
+        age = self._loop.time() - min(self._gated_busy.values())
+        if age >= self.config.io.watchdog:
+            oldest = getattr(self._gate_words, "oldest_open", lambda: None)()
             logger.warning(
-                "gate ticket (word %d, generation %d) is unpublished for %.1f s; "
-                "%d restores behind gates",
-                oldest.word,
-                oldest.generation,
-                oldest.age_ns / 1e9,
+                "a gated restore (class read) is unpublished for %.1f s; %d streams are parked; "
+                "oldest ticket: %s",
+                age,
                 len(self._gated_busy),
+                oldest,
             )
         self._arm_watchdog()
 
@@ -1185,6 +1199,12 @@ class KVStore:
             self.gate.close()
         self.restores.fail_all(StoreFailed(f"the store has failed: {error}"))
         self.executor.abandon_waiters()
+        self._end_drains(StoreFailed(f"the store has failed: {error}"))
+
+    def _end_drains(self, error: KVStoreError) -> None:
+        drains, self._drains = self._drains, []
+        for drain in drains:
+            drain.fail(error)
 
     async def aclose(self, *, flush: bool = False) -> None:
         """Close the store; a second call does nothing (INV-909).
@@ -1250,6 +1270,7 @@ class KVStore:
         is_drained = True
         if was_opened:
             self.restores.fail_all(StoreClosed("the store is closing"))
+            self._end_drains(StoreClosed("the store is closing"))
             self.executor.cancel_all()
             if self.gate is not None:
                 self.gate.close()
@@ -1302,7 +1323,7 @@ class KVStore:
     async def _wait_idle(self, limit: float) -> bool:
         executor = self.executor
         deadline_at = self._loop.time() + limit
-        while executor.jobs and self._loop.time() < deadline_at:
+        while not executor.is_idle and self._loop.time() < deadline_at:
             idle = self._loop.create_future()
             executor.on_idle.append(functools.partial(_resolve, idle))
             timer = self._loop.call_at(deadline_at, _resolve, idle)
@@ -1310,7 +1331,7 @@ class KVStore:
                 await _survive(functools.partial(_wait, idle))
             finally:
                 timer.cancel()
-        return not executor.jobs
+        return executor.is_idle
 
     async def _flush(self) -> None:
         """Write committed pages to free disk slots, within the deadline (INV-926)."""
@@ -1389,10 +1410,11 @@ async def _wait(future: asyncio.Future[Any]) -> None:
 
 
 async def _survive(step: Callable[[], Awaitable[T]]) -> T:
-    """Run an idempotent closing step again if a native cancel cuts it short."""
-    for _ in range(100):
+    """Run an idempotent step to its end: shielded from anyio, again after a native cancel."""
+    for _ in range(SURVIVED_CANCELS_MAX):
         try:
-            return await step()
+            with anyio.CancelScope(shield=True):
+                return await step()
         except asyncio.CancelledError:
             continue
     return await step()
@@ -1406,13 +1428,14 @@ def _make_arena(length: int, slab_bytes: int, numa_node: int | None) -> Arena:
 class Drain:
     """What `KVStore.step` returns: done when the slots granted before it are drained."""
 
-    __slots__ = ("_fences", "_future", "_loop")
+    __slots__ = ("_error", "_fences", "_future", "_loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, fences: list[tuple[Fence, bool]]) -> None:
         """Take fences, each with whether its session's stream waits for it."""
         self._loop = loop
         self._fences = fences
         self._future: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
 
     @property
     def is_done(self) -> bool:
@@ -1431,8 +1454,16 @@ class Drain:
             self._future.set_result(None)
         return not self._fences
 
+    def fail(self, error: BaseException) -> None:
+        """End the wait with an error; the store is closing or has failed."""
+        self._error = error
+        if self._future is not None and not self._future.done():
+            self._future.set_exception(error)
+
     def __await__(self) -> Generator[Any, None, None]:
-        """Wait until every slot is drained."""
+        """Wait until every slot is drained. Raises: StoreClosed, StoreFailed."""
+        if self._error is not None:
+            raise self._error
         if self.check():
             return
         if self._future is None:
