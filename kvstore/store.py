@@ -39,6 +39,7 @@ from kvstore.core.tables import PASSED, Match, Refusal, Tables
 from kvstore.devices.base import Device, DevicePool, Stream
 from kvstore.errors import (
     ConfigError,
+    DeviceError,
     GateBusy,
     KVStoreError,
     LogicError,
@@ -311,6 +312,7 @@ class KVStore:
         self._granted: list[tuple[Stream | None, Fence]] = []
         self._drains: list[Drain] = []
         self._unfenced: list[Fence] = []
+        self._unnotified: list[Fence] = []
         self._gated_busy: dict[int, float] = {}  # stream -> since when
         self._matched: dict[str, int] = {}
         self._matched_total = 0
@@ -740,14 +742,18 @@ class KVStore:
         """Close a scheduler step: slots released in it are reused after ``fence`` (INV-224).
 
         ``fence`` is an event behind the step's work, ours or torch's; None has passed on the CPU
-        device and means the next step on others (INV-338). The result may be awaited: it is done
-        when every slot granted by `Session.try_grow` since the last step is drained. On ordered
-        streams that is not needed, the streams have been made to wait.
+        device and means the next step on others (INV-338). The result is done when every slot
+        granted by `Session.try_grow` since the last step is drained: await it before work that
+        uses those slots is launched, unless `Drain.is_ordered` says that the sessions' streams
+        have been made to wait for all of them.
         """
         self.check_open()
         closed = self.tables.rotate_step_fence()
+        unnotified, self._unnotified = self._unnotified, []
+        for one in unnotified:
+            self._bind_fence(one, one.event)
         older, self._unfenced = self._unfenced, []
-        if fence is None and self.device.caps.kind == "cuda":
+        if fence is None and not self.device.none_fence_has_passed:
             for one in older:  # the step after theirs has ended by now
                 self.tables.fence_passed(one)
             self._unfenced = [closed]
@@ -756,13 +762,7 @@ class KVStore:
                 self._bind_fence(one, fence)
         self.executor.settle()
         granted, self._granted = self._granted, []
-        open_fences = []
-        for stream, one in granted:
-            if one.passed:
-                continue
-            if stream is not None and one.event is not None:
-                stream.wait_event(one.event)
-            open_fences.append(one)
+        open_fences = [(one, self._order(stream, one)) for stream, one in granted]
         drain = Drain(self._loop, open_fences)
         if not drain.check():
             self._drains.append(drain)
@@ -772,7 +772,7 @@ class KVStore:
     def fence(self, event: Any) -> Fence | None:
         """Turn a caller's fence into one of the tables; `PASSED` on the CPU device for None."""
         if event is None:
-            return None if self.device.caps.kind == "cuda" else PASSED
+            return PASSED if self.device.none_fence_has_passed else None
         fence = self.tables.new_fence()
         self._bind_fence(fence, event)
         return fence
@@ -786,9 +786,13 @@ class KVStore:
             self.tables.fence_passed(fence)
             return
         self.tables.fence_enqueued(fence, wrapped)
-        self._device_tier.notify_event(
-            wrapped, lambda status, *_: self._fence_passed(fence, status)
-        )
+        try:
+            self._device_tier.notify_event(
+                wrapped, lambda status, *_: self._fence_passed(fence, status)
+            )
+        except DeviceError as error:
+            self._unnotified.append(fence)  # or its slots would drain for ever
+            self._refused("notification of a fence", error)
 
     def _fence_passed(self, fence: Fence, status: int) -> None:
         if status:
@@ -801,17 +805,36 @@ class KVStore:
         """Let the stream wait until freshly granted slots are drained (INV-338, INV-417)."""
         if any(not fence.passed and fence.event is None for fence in fences):
             self.executor.flush_copies_out()  # what is only collected yet gets its events
-        waited: set[int] = set()
+        ordered: dict[int, bool] = {}  # by event: pages of one batch share one
         for fence in dict.fromkeys(fences):
             if fence.passed:
                 continue
-            if fence.event is not None and stream is not None:
-                if id(fence.event) not in waited:
-                    waited.add(id(fence.event))
-                    stream.wait_event(fence.event)
-                self._granted.append((None, fence))
-            else:
-                self._granted.append((stream, fence))
+            if stream is not None and id(fence.event) not in ordered:
+                ordered[id(fence.event)] = self._order(stream, fence)
+            is_ordered = stream is not None and ordered[id(fence.event)]
+            self._granted.append((None if is_ordered else stream, fence))
+
+    def _order(self, stream: Stream | None, fence: Fence) -> bool:
+        """Let a stream wait for a fence; False if it cannot, and then somebody has to await it.
+
+        ``stream`` is None once it has been made to wait.
+        """
+        if stream is None or fence.passed:
+            return True
+        if fence.event is None:
+            return False
+        try:
+            stream.wait_event(fence.event)
+        except DeviceError as error:
+            self._refused("wait for a fence", error)
+            return False
+        return True
+
+    def _refused(self, what: str, error: DeviceError) -> None:
+        """A device call was refused: that is this call's trouble, unless the device is lost."""
+        logger.warning("%s refused: %s", what, error)
+        if getattr(error, "is_sticky", False):
+            self.fail(error)
 
     # The gate.
 
@@ -1407,7 +1430,8 @@ class Drain:
 
     __slots__ = ("_error", "_fences", "_future", "_loop")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, fences: list[Fence]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, fences: list[tuple[Fence, bool]]) -> None:
+        """Take fences, each with whether its session's stream waits for it."""
         self._loop = loop
         self._fences = fences
         self._future: asyncio.Future[None] | None = None
@@ -1418,9 +1442,14 @@ class Drain:
         """Whether every slot is drained."""
         return not self._fences
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether work on the sessions' streams may follow without awaiting this."""
+        return all(is_ordered for _, is_ordered in self._fences)
+
     def check(self) -> bool:
         """Forget the fences that have passed; True when none is left."""
-        self._fences = [fence for fence in self._fences if not fence.passed]
+        self._fences = [entry for entry in self._fences if not entry[0].passed]
         if not self._fences and self._future is not None and not self._future.done():
             self._future.set_result(None)
         return not self._fences
