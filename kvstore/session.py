@@ -998,6 +998,7 @@ class Session:
         self._unlock_all(self.store.fence(fence) if was_active else None)
         self._drop_pages(self._pages, keep=set())
         self._pages = [[] for _ in self._pages]
+        self._restore = None  # it names this session: no cycle outlives a session
         self._state = SessionState.CLOSED
         self.store.forget(self)
         self.store.executor.room_grew = True
