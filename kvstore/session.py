@@ -132,8 +132,8 @@ class History:
     def __init__(self, block_tokens: int, root: BlockKey, tokens: Tokens) -> None:
         self.block_tokens = block_tokens
         self.chain = KeyChain(block_tokens, root)
-        self.chain.extend(tokens)
         self._known = bytearray(token_bytes(tokens))
+        self.chain.extend(np.frombuffer(bytes(self._known), "<u4"))
 
     @property
     def known_count(self) -> int:
@@ -447,7 +447,8 @@ class RestoreQueue:
             self._store.executor.detach(future.result().flight)  # granted in the turn of the cancel
         if waiting in self._waiting:
             self._waiting.remove(waiting)
-        self.pump()
+        self._store.executor.room_grew = True
+        self._store.settle()
 
     def _start(
         self, session: Session, pages: list[Page], deadline_at: float | None
@@ -460,6 +461,8 @@ class RestoreQueue:
         for group, count in enumerate(need):
             if self._open[group] and self._open[group] + count > self.budgets[group]:
                 return None
+            if self._waiting and count > tables.available_count(0, group):
+                return None  # not worth a plan yet
         rows: list[list[Page]] = [[] for _ in self.budgets]
         for page in pages:
             rows[page.group].append(page)
@@ -790,7 +793,7 @@ class Session:
         Others may use the slots meanwhile, or two half-restored sessions would wait for each
         other for ever (INV-416).
         """
-        self._unlock_all(None)
+        self._unlock_all(PASSED)
         self.store.executor.room_grew = True
         return self._unlocked_pages()
 
@@ -802,7 +805,7 @@ class Session:
         tables = self.store.tables
         for row in self._pages:
             living = [page for page in row if page is not None and page.state is not PageState.DEAD]
-            tables.hold(living)
+            tables.hold(living, is_use=False)
             tables.unhold(living)
 
     # The gate.
@@ -995,6 +998,7 @@ class Session:
         self._unlock_all(self.store.fence(fence) if was_active else None)
         self._drop_pages(self._pages, keep=set())
         self._pages = [[] for _ in self._pages]
+        self._restore = None  # it names this session: no cycle outlives a session
         self._state = SessionState.CLOSED
         self.store.forget(self)
         self.store.executor.room_grew = True
@@ -1190,7 +1194,7 @@ class Prefetch:
             return
         store.tables.apply(plan)
         self._pages = list(wanted)
-        store.tables.hold(self._pages)
+        store.tables.hold(self._pages, is_use=False)
         self._session.touch()
         loop = asyncio.get_running_loop()
         self._flight = Flight(loop, self._level, lambda _: None)

@@ -39,6 +39,7 @@ from kvstore.core.tables import PASSED, Match, Refusal, Tables
 from kvstore.devices.base import Device, DevicePool, Stream
 from kvstore.errors import (
     ConfigError,
+    DeviceError,
     GateBusy,
     KVStoreError,
     LogicError,
@@ -60,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WORKERS = 4
+SURVIVED_CANCELS_MAX = 1000
 DEGRADED_WRITE_FAILURES = 3  # required or background writes that failed in a row
 
 
@@ -310,7 +312,8 @@ class KVStore:
         self._granted: list[tuple[Stream | None, Fence]] = []
         self._drains: list[Drain] = []
         self._unfenced: list[Fence] = []
-        self._gated_busy: set[int] = set()
+        self._unnotified: list[Fence] = []
+        self._gated_busy: dict[int, float] = {}  # stream -> since when
         self._matched: dict[str, int] = {}
         self._matched_total = 0
         self._resizing: set[int] = set()
@@ -320,6 +323,7 @@ class KVStore:
         self._is_syncing = False
         self._persistent_pages = 0
         self._watch_timer: asyncio.TimerHandle | None = None
+        self._pump_handle: asyncio.Handle | None = None
         self._gate_await_fallbacks = 0
         self._gate_busy = 0
         self._is_engine_shared = parts.engine is not None
@@ -422,12 +426,24 @@ class KVStore:
 
     def _host_pool(self, page_bytes: int) -> HostPool:
         factory = self._parts.memory or _make_arena
-        numa = self.config.host.numa_node if self.config.host is not None else None
-        return HostPool(page_bytes, factory, self.engine, self.device, numa)
+        return HostPool(page_bytes, factory, self.engine, self.device, self._numa_node())
+
+    def _numa_node(self) -> int | None:
+        """Return the node of host memory: the configured one, else the device's, else any."""
+        near = self.device.caps.host_numa
+        asked = self.config.host.numa_node if self.config.host is not None else None
+        return asked if asked is not None else (near if near >= 0 else None)
+
+    def _check_numa(self) -> None:
+        """Say once if host memory lies on another node than the device (C58)."""
+        node, near = self._numa_node(), self.device.caps.host_numa
+        if node is not None and near >= 0 and node != near:
+            logger.warning("numa_node is %d, but the device is attached to node %d", node, near)
 
     async def _open_host_memory(self, counts: list[list[int]]) -> None:
         """Map, touch and register all host memory, off the loop and in parallel (INV-906)."""
         config = self.config
+        self._check_numa()
         sizes = [group.page_bytes for group in config.pool_groups]
         if Tier.HOST in self._levels:
             host = self._host = HostTier([self._host_pool(size) for size in sizes])
@@ -668,10 +684,11 @@ class KVStore:
     def _after_turn(self) -> None:
         """Let those go on who waited for room or for a fence."""
         executor = self.executor
-        while executor.room_grew and self.restores.waiting_count:
-            executor.room_grew = False
-            self.restores.pump()
+        if executor.room_grew and self.restores.waiting_count and self._pump_handle is None:
+            self._pump_handle = self._loop.call_soon(self._pump)
         executor.room_grew = False
+        if self._is_engine_shared and self.engine is not None:
+            self.tables.engine_room_bytes = self.engine.background_room_bytes()  # INV-123
         if self._drains:
             self._drains = [drain for drain in self._drains if not drain.check()]
         if self.config.check_invariants:
@@ -679,6 +696,13 @@ class KVStore:
         if executor.written_since_sync and self._is_strict and not self._is_syncing:
             self._is_syncing = True
             self._start_background(self._sync_files)
+
+    def _pump(self) -> None:
+        """Serve waiting restores, once per turn of the loop: a plan costs O(its pages)."""
+        self._pump_handle = None
+        if self._state is StoreState.OPEN:
+            self.restores.pump()
+            self._after_turn()
 
     def _check_state(self) -> None:
         try:
@@ -730,14 +754,18 @@ class KVStore:
         """Close a scheduler step: slots released in it are reused after ``fence`` (INV-224).
 
         ``fence`` is an event behind the step's work, ours or torch's; None has passed on the CPU
-        device and means the next step on others (INV-338). The result may be awaited: it is done
-        when every slot granted by `Session.try_grow` since the last step is drained. On ordered
-        streams that is not needed, the streams have been made to wait.
+        device and means the next step on others (INV-338). The result is done when every slot
+        granted by `Session.try_grow` since the last step is drained: await it before work that
+        uses those slots is launched, unless `Drain.is_ordered` says that the sessions' streams
+        have been made to wait for all of them.
         """
         self.check_open()
         closed = self.tables.rotate_step_fence()
+        unnotified, self._unnotified = self._unnotified, []
+        for one in unnotified:
+            self._bind_fence(one, one.event)
         older, self._unfenced = self._unfenced, []
-        if fence is None and self.device.caps.kind == "cuda":
+        if fence is None and not self.device.none_fence_has_passed:
             for one in older:  # the step after theirs has ended by now
                 self.tables.fence_passed(one)
             self._unfenced = [closed]
@@ -746,13 +774,7 @@ class KVStore:
                 self._bind_fence(one, fence)
         self.executor.settle()
         granted, self._granted = self._granted, []
-        open_fences = []
-        for stream, one in granted:
-            if one.passed:
-                continue
-            if stream is not None and one.event is not None:
-                stream.wait_event(one.event)
-            open_fences.append(one)
+        open_fences = [(one, self._order(stream, one)) for stream, one in granted]
         drain = Drain(self._loop, open_fences)
         if not drain.check():
             self._drains.append(drain)
@@ -762,7 +784,7 @@ class KVStore:
     def fence(self, event: Any) -> Fence | None:
         """Turn a caller's fence into one of the tables; `PASSED` on the CPU device for None."""
         if event is None:
-            return None if self.device.caps.kind == "cuda" else PASSED
+            return PASSED if self.device.none_fence_has_passed else None
         fence = self.tables.new_fence()
         self._bind_fence(fence, event)
         return fence
@@ -776,9 +798,13 @@ class KVStore:
             self.tables.fence_passed(fence)
             return
         self.tables.fence_enqueued(fence, wrapped)
-        self._device_tier.notify_event(
-            wrapped, lambda status, *_: self._fence_passed(fence, status)
-        )
+        try:
+            self._device_tier.notify_event(
+                wrapped, lambda status, *_: self._fence_passed(fence, status)
+            )
+        except DeviceError as error:
+            self._unnotified.append(fence)  # or its slots would drain for ever
+            self._refused("notification of a fence", error)
 
     def _fence_passed(self, fence: Fence, status: int) -> None:
         if status:
@@ -790,15 +816,37 @@ class KVStore:
     def grant(self, stream: Stream | None, fences: Sequence[Fence]) -> None:
         """Let the stream wait until freshly granted slots are drained (INV-338, INV-417)."""
         if any(not fence.passed and fence.event is None for fence in fences):
-            self.executor.flush()  # gives copies that are only collected yet their events
-        for fence in fences:
+            self.executor.flush_copies_out()  # what is only collected yet gets its events
+        ordered: dict[int, bool] = {}  # by event: pages of one batch share one
+        for fence in dict.fromkeys(fences):
             if fence.passed:
                 continue
-            if fence.event is not None and stream is not None:
-                stream.wait_event(fence.event)
-                self._granted.append((None, fence))
-            else:
-                self._granted.append((stream, fence))
+            if stream is not None and id(fence.event) not in ordered:
+                ordered[id(fence.event)] = self._order(stream, fence)
+            is_ordered = stream is not None and ordered[id(fence.event)]
+            self._granted.append((None if is_ordered else stream, fence))
+
+    def _order(self, stream: Stream | None, fence: Fence) -> bool:
+        """Let a stream wait for a fence; False if it cannot, and then somebody has to await it.
+
+        ``stream`` is None once it has been made to wait.
+        """
+        if stream is None or fence.passed:
+            return True
+        if fence.event is None:
+            return False
+        try:
+            stream.wait_event(fence.event)
+        except DeviceError as error:
+            self._refused("wait for a fence", error)
+            return False
+        return True
+
+    def _refused(self, what: str, error: DeviceError) -> None:
+        """A device call was refused: that is this call's trouble, unless the device is lost."""
+        logger.warning("%s refused: %s", what, error)
+        if getattr(error, "is_sticky", False):
+            self.fail(error)
 
     # The gate.
 
@@ -809,13 +857,13 @@ class KVStore:
             self._gate_busy += 1
             self._gate_await_fallbacks += 1
             return None
-        self._gated_busy.add(free[0])
+        self._gated_busy[free[0]] = self._loop.time()
         self._arm_watchdog()
         return _GateLease(self, self.gate, free[0], behind)
 
     def release_gate(self, index: int, *, is_fallback: bool) -> None:
         """Give a gated stream back."""
-        self._gated_busy.discard(index)
+        self._gated_busy.pop(index, None)
         self._gate_await_fallbacks += is_fallback
 
     def gated_stream(self, index: int) -> Stream:
@@ -835,15 +883,15 @@ class KVStore:
         self._watch_timer = None
         if not self._gated_busy:
             return
-        oldest = getattr(self._gate_words, "oldest_open", lambda: None)()
-        if oldest is not None and oldest.age_ns >= self.config.io.watchdog * 1e9:
+        age = self._loop.time() - min(self._gated_busy.values())
+        if age >= self.config.io.watchdog:
+            oldest = getattr(self._gate_words, "oldest_open", lambda: None)()
             logger.warning(
-                "gate ticket (word %d, generation %d) is unpublished for %.1f s; "
-                "%d restores behind gates",
-                oldest.word,
-                oldest.generation,
-                oldest.age_ns / 1e9,
+                "a gated restore (class read) is unpublished for %.1f s; %d streams are parked; "
+                "oldest ticket: %s",
+                age,
                 len(self._gated_busy),
+                oldest,
             )
         self._arm_watchdog()
 
@@ -880,6 +928,7 @@ class KVStore:
             persistent_pages=self._persistent_pages,
             recovered_pages=self._recovery.taken,
             recovery_free_slots=self._recovery.free,
+            host_numa_node=self._numa_node(),
             host_mapped_bytes=sum(pool.mapped_bytes for pool in self._landing)
             + (self._host.mapped_bytes if self._host is not None else 0),
             disk_modes=self._disk.modes() if self._disk is not None else {},
@@ -1163,6 +1212,12 @@ class KVStore:
             self.gate.close()
         self.restores.fail_all(StoreFailed(f"the store has failed: {error}"))
         self.executor.abandon_waiters()
+        self._end_drains(StoreFailed(f"the store has failed: {error}"))
+
+    def _end_drains(self, error: KVStoreError) -> None:
+        drains, self._drains = self._drains, []
+        for drain in drains:
+            drain.fail(error)
 
     async def aclose(self, *, flush: bool = False) -> None:
         """Close the store; a second call does nothing (INV-909).
@@ -1228,6 +1283,7 @@ class KVStore:
         is_drained = True
         if was_opened:
             self.restores.fail_all(StoreClosed("the store is closing"))
+            self._end_drains(StoreClosed("the store is closing"))
             self.executor.cancel_all()
             if self.gate is not None:
                 self.gate.close()
@@ -1280,7 +1336,7 @@ class KVStore:
     async def _wait_idle(self, limit: float) -> bool:
         executor = self.executor
         deadline_at = self._loop.time() + limit
-        while executor.jobs and self._loop.time() < deadline_at:
+        while not executor.is_idle and self._loop.time() < deadline_at:
             idle = self._loop.create_future()
             executor.on_idle.append(functools.partial(_resolve, idle))
             timer = self._loop.call_at(deadline_at, _resolve, idle)
@@ -1288,7 +1344,7 @@ class KVStore:
                 await _survive(functools.partial(_wait, idle))
             finally:
                 timer.cancel()
-        return not executor.jobs
+        return executor.is_idle
 
     async def _flush(self) -> None:
         """Write committed pages to free disk slots, within the deadline (INV-926)."""
@@ -1367,10 +1423,11 @@ async def _wait(future: asyncio.Future[Any]) -> None:
 
 
 async def _survive(step: Callable[[], Awaitable[T]]) -> T:
-    """Run an idempotent closing step again if a native cancel cuts it short."""
-    for _ in range(100):
+    """Run an idempotent step to its end: shielded from anyio, again after a native cancel."""
+    for _ in range(SURVIVED_CANCELS_MAX):
         try:
-            return await step()
+            with anyio.CancelScope(shield=True):
+                return await step()
         except asyncio.CancelledError:
             continue
     return await step()
@@ -1384,27 +1441,42 @@ def _make_arena(length: int, slab_bytes: int, numa_node: int | None) -> Arena:
 class Drain:
     """What `KVStore.step` returns: done when the slots granted before it are drained."""
 
-    __slots__ = ("_fences", "_future", "_loop")
+    __slots__ = ("_error", "_fences", "_future", "_loop")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, fences: list[Fence]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, fences: list[tuple[Fence, bool]]) -> None:
+        """Take fences, each with whether its session's stream waits for it."""
         self._loop = loop
         self._fences = fences
         self._future: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
 
     @property
     def is_done(self) -> bool:
         """Whether every slot is drained."""
         return not self._fences
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether work on the sessions' streams may follow without awaiting this."""
+        return all(is_ordered for _, is_ordered in self._fences)
+
     def check(self) -> bool:
         """Forget the fences that have passed; True when none is left."""
-        self._fences = [fence for fence in self._fences if not fence.passed]
+        self._fences = [entry for entry in self._fences if not entry[0].passed]
         if not self._fences and self._future is not None and not self._future.done():
             self._future.set_result(None)
         return not self._fences
 
+    def fail(self, error: BaseException) -> None:
+        """End the wait with an error; the store is closing or has failed."""
+        self._error = error
+        if self._future is not None and not self._future.done():
+            self._future.set_exception(error)
+
     def __await__(self) -> Generator[Any, None, None]:
-        """Wait until every slot is drained."""
+        """Wait until every slot is drained. Raises: StoreClosed, StoreFailed."""
+        if self._error is not None:
+            raise self._error
         if self.check():
             return
         if self._future is None:

@@ -100,13 +100,14 @@ class SimClient:
         return self.store.step(self.stream.record())
 
     async def grow(self, session: Any, tokens_total: int) -> bool:
-        """Grow a session, and wait until the slots it was given are drained.
-
-        The kernels that use them may be launched afterwards.
+        """Grow a session, and make sure that the slots it was given are drained before they are
+        used: by the order of its stream, or by waiting here.
         """
         if not session.try_grow(tokens_total):
             return False
-        await self.step()
+        drain = self.step()
+        if not drain.is_ordered:
+            await drain
         return True
 
     # -- whole requests ---------------------------------------------------------------------------

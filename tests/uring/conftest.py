@@ -29,11 +29,11 @@ from kvstore.testing.faults import FaultKind
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]] | None:
-    """Loops differ in how they watch a descriptor and how they end: `test_ends` and `test_native`
-    run on all of them, the rest on the plain one.
+    """Loops differ in how they watch a descriptor and how they end: the tests of that run on all
+    of them, the rest on the plain one.
     """
     del config
-    if item.path.name in {"test_ends.py", "test_native.py"}:
+    if item.path.name in {"test_ends.py", "test_native.py", "test_store_lifecycle.py"}:
         return None  # every real loop, as the conftest above says
     return {"plain": asyncio.SelectorEventLoop}
 
@@ -119,8 +119,9 @@ class Rig:
             self.gate = GateRing(64)
             self.engine = open_engine(self.config, kind=kind, gate=self.gate, **options)
             self.queue = CompletionQueue(loop)
+            self.slot_file_path = path / "rig.slots"
             self.slot_file = open_slot_file(
-                path / "rig.slots", self.slot_count * self.slot_bytes, direct=direct
+                self.slot_file_path, self.slot_count * self.slot_bytes, direct=direct
             )
             self.file_id = self.engine.register_file(
                 self.slot_file.direct_fd, self.slot_file.buffered_fd
@@ -159,7 +160,7 @@ class Rig:
         file_id: int | None = None,
     ) -> np.ndarray[Any, Any]:
         """One submission of a whole slot, sealed or verified by default."""
-        is_read = opcode is Opcode.READ
+        is_read = opcode == Opcode.READ
         record = np.zeros(1, SUBMISSION_DTYPE)
         record["address"] = (
             self.arena.address + (slot if memory is None else memory) * self.slot_bytes

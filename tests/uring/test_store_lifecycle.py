@@ -275,7 +275,9 @@ def test_keyboard_interrupt_closes_the_store(tmp_path: Path) -> None:
     """
     result = run(body, tmp_path)
     assert "interrupted" == result.stdout.strip(), result.stderr
-    assert "" == result.stderr
+    # a busy machine makes asyncio's debug mode name slow callbacks; anything else is a fault
+    faults = [line for line in result.stderr.splitlines() if not line.startswith("Executing <")]
+    assert [] == faults
     assert 0 == result.returncode
 
 
