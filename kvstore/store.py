@@ -348,7 +348,7 @@ class KVStore:
         self._group = group
         config = self.config
         counts = self._slot_counts()
-        self._open_native()
+        await self._open_native()
         self._make_device(counts[0])
         await self._open_host_memory(counts)
         await self._open_disk(counts)
@@ -389,7 +389,7 @@ class KVStore:
             self._levels.append(tier)
         return counts
 
-    def _open_native(self) -> None:
+    async def _open_native(self) -> None:
         """Make completion queue, gate words and engine; they are running when this returns."""
         parts, config = self._parts, self.config
         if parts.completions is not None:
@@ -402,7 +402,9 @@ class KVStore:
         if config.disk is not None and parts.engine is None:
             ring = GateRing()
             self._resources.push(ring.close)
-            engine = open_engine(config.io, gate=ring)
+            engine = await self._blocking(
+                lambda: open_engine(config.io, gate=ring), undo=lambda made: made.close()
+            )
             self._resources.push(engine.aclose)
             self.engine, words = engine, ring
         else:
