@@ -307,7 +307,7 @@ class KVStore:
         self._closing: asyncio.Future[list[BaseException]] | None = None
         self._sessions: set[Session] = set()
         self._levels = [Tier.DEVICE]
-        self._granted: list[tuple[Stream | None, Fence]] = []
+        self._granted: dict[Fence, None] = {}
         self._drains: list[Drain] = []
         self._unfenced: list[Fence] = []
         self._gated_busy: set[int] = set()
@@ -731,8 +731,8 @@ class KVStore:
 
         ``fence`` is an event behind the step's work, ours or torch's; None has passed on the CPU
         device and means the next step on others (INV-338). The result may be awaited: it is done
-        when every slot granted by `Session.try_grow` since the last step is drained. On ordered
-        streams that is not needed, the streams have been made to wait.
+        when every slot that `Session.try_grow` asked for since the last step is drained. Work on
+        streams needs no awaiting: they have been made to wait for what was granted.
         """
         self.check_open()
         closed = self.tables.rotate_step_fence()
@@ -745,15 +745,8 @@ class KVStore:
             for one in (*older, closed):
                 self._bind_fence(one, fence)
         self.executor.settle()
-        granted, self._granted = self._granted, []
-        open_fences = []
-        for stream, one in granted:
-            if one.passed:
-                continue
-            if stream is not None and one.event is not None:
-                stream.wait_event(one.event)
-            open_fences.append(one)
-        drain = Drain(self._loop, open_fences)
+        granted, self._granted = self._granted, {}
+        drain = Drain(self._loop, [one for one in granted if not one.passed])
         if not drain.check():
             self._drains.append(drain)
         self._after_turn()
@@ -787,18 +780,22 @@ class KVStore:
         self.executor.room_grew = True
         self.settle()
 
-    def grant(self, stream: Stream | None, fences: Sequence[Fence]) -> None:
-        """Let the stream wait until freshly granted slots are drained (INV-338, INV-417)."""
+    def grant(self, stream: Stream | None, fences: Sequence[Fence]) -> bool:
+        """Let the stream wait until the slots are drained (INV-338, INV-417).
+
+        False: a use of them has not even been enqueued, so no stream can wait for it, or there is
+        no stream and a use has not ended. The next step's awaitable covers the slots either way.
+        """
         if any(not fence.passed and fence.event is None for fence in fences):
             self.executor.flush()  # gives copies that are only collected yet their events
-        for fence in fences:
-            if fence.passed:
-                continue
-            if fence.event is not None and stream is not None:
-                stream.wait_event(fence.event)
-                self._granted.append((None, fence))
-            else:
-                self._granted.append((stream, fence))
+        still_open = [fence for fence in fences if not fence.passed]
+        self._granted.update(dict.fromkeys(still_open))
+        if any(stream is None or fence.event is None for fence in still_open):
+            return False
+        for fence in still_open:
+            assert stream is not None and fence.event is not None
+            stream.wait_event(fence.event)
+        return True
 
     # The gate.
 

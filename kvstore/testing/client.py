@@ -87,8 +87,10 @@ class SimClient:
 
         The kernels that use them may be launched afterwards.
         """
-        if not session.try_grow(tokens_total):
-            return False
+        while not session.try_grow(tokens_total):
+            if not session.is_growing:
+                return False
+            await self.step()
         await self.step()
         return True
 
