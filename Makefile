@@ -17,6 +17,8 @@ EXTRAS := bench,test,lint
 BUILD_REQUIRES := 'setuptools>=77' 'cffi>=2.1'
 C_SOURCES := $(filter-out kvstore/_uring/_lib.c,$(wildcard kvstore/_uring/*.c kvstore/_uring/*.h))
 
+C_FORMATTED = $(filter-out %.cdef.h %.ptx.h,$(C_SOURCES))
+
 TESTS ?= tests
 PYTEST_ARGS ?=
 BENCH_DIR ?= build/bench
@@ -88,14 +90,14 @@ bench: setup
 format: setup
 	@$(BIN)/ruff check --quiet --fix . || true
 	@$(BIN)/ruff format --quiet .
-	@$(BIN)/clang-format -i $(filter-out %.cdef.h,$(C_SOURCES))
+	@$(BIN)/clang-format -i $(C_FORMATTED)
 
 .PHONY: lint
 lint: setup
 	@$(BIN)/validate-pyproject pyproject.toml > /dev/null
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
-	@$(BIN)/clang-format --dry-run -Werror $(filter-out %.cdef.h,$(C_SOURCES))
+	@$(BIN)/clang-format --dry-run -Werror $(C_FORMATTED)
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-cache > build/imports.log 2>&1 || { cat build/imports.log; exit 1; }
 	@echo "lint: formats, types and import contracts are clean"

@@ -167,11 +167,12 @@ def row_of(cell: Cell, reference: Cell | None) -> dict[str, Any]:
         },
         "cpu_s_per_gib": median([measured.cpu_s_per_gib for measured in rounds]),
     }
-    if any(measured.loop_lag_ns for measured in rounds):
-        row["loop_lag_ns"] = {
-            name: median([measured.loop_lag_ns.get(name, 0.0) for measured in rounds])
-            for name in ("p50", "p99")
-        }
+    for name in ("loop_lag_ns", "service_ns"):
+        if any(getattr(measured, name) for measured in rounds):
+            row[name] = {
+                part: median([getattr(measured, name).get(part, 0.0) for measured in rounds])
+                for part in ("p50", "p99")
+            }
     notes = sorted({note for measured in rounds for note in measured.notes})
     if notes:
         row["notes"] = notes

@@ -2,6 +2,8 @@
 
 A clone (`Lane`) owns its buffers and its arrays. Completions come as arrays, one call per wake-up
 of the loop, and are answered by one submission of as many transfers: no Python runs per transfer.
+What every plain job needs (one direction, one size, no limits) has a short way of its own, and
+figures are only noted during the run and counted in larger lots.
 """
 
 from __future__ import annotations
@@ -35,6 +37,15 @@ from .pattern import Pattern
 Clock = Callable[[], int]
 
 _FINAL = int(CompletionFlag.VERDICT | CompletionFlag.END)
+#: Status and flags of a completion record as one number, and that of a good one.
+_OUTCOME_DTYPE = np.dtype(
+    {"names": ["token", "outcome"], "formats": ["<i8", "<u8"], "offsets": [0, 16], "itemsize": 24}
+)
+_GOOD = np.uint64(_FINAL << 32 | OK)
+#: Transfers of one call to the engine when a turn answers many.
+PART = 8
+#: Turns whose figures are counted together.
+_LOG_TURNS = 512
 _DEPTH_STEPS = (64, 32, 16, 8, 4, 2, 1)
 
 
@@ -52,6 +63,26 @@ def identity_base(job: JobSpec) -> npt.NDArray[np.uint8]:
 def error_number(status: int) -> int:
     """Return the errno that fio would report for a verdict."""
     return {MISMATCH: errno.EILSEQ, END_OF_FILE: errno.EIO}.get(status, -status)
+
+
+#: What one turn noted: times, now, and for mixed or sized jobs direction and size of each.
+_Turn = tuple[
+    npt.NDArray[np.int64], int, npt.NDArray[np.bool_] | None, npt.NDArray[np.int64] | None
+]
+
+
+def _count(
+    side: Direction,
+    times: npt.NDArray[np.int64],
+    now: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int64],
+) -> None:
+    side.total_ios += len(times)
+    side.io_bytes += int(sizes.sum())
+    issue, sent = times[:, 0], times[:, 1]
+    side.slat.add(sent - issue)
+    side.clat.add(now - sent)
+    side.lat.add(now - issue)
 
 
 class Lane:
@@ -84,7 +115,6 @@ class Lane:
         self.notes: list[str] = []
         self.file_id = file_id
         self.region_bytes = region_bytes
-        self._base = np.uint64(base)
         self.depth_counts: dict[int, int] = {}
         self.first_ns = self.last_ns = 0
         self.window_ns = 0  # completions before it are not counted (ramp_time)
@@ -92,7 +122,7 @@ class Lane:
         self._engine = engine
         self._queue = queue
         self._clock_ns = clock_ns
-        self._pattern = Pattern(job, region_bytes, seed)
+        self._pattern = Pattern(job, region_bytes, seed, base)
         self._limit_bytes = 0 if job.time_based else (job.size or region_bytes)
         self._issued_bytes = 0
         self._stopping = False
@@ -104,7 +134,7 @@ class Lane:
         self._setup(file_id, address)
 
     def _setup(self, file_id: int, address: int) -> None:
-        job, depth = self.job, self.job.iodepth
+        job, depth = self.job, self.job.slots
         stride = job.block_bytes_max
         records = np.zeros(depth, SUBMISSION_DTYPE)
         records["address"] = address + np.arange(depth, dtype=np.uint64) * np.uint64(stride)
@@ -116,6 +146,7 @@ class Lane:
         self._classes = np.array(
             [job.io_class(is_read=False), job.io_class(is_read=True)], np.uint8
         )
+        self._is_paced = any(job.rate) or any(job.rate_iops)
         self._is_background = IoClass.BACKGROUND in self._classes
         if self._has_header:
             records["header_bytes"] = HEADER_BYTES
@@ -129,8 +160,16 @@ class Lane:
             records["token"] = self._first_token + np.arange(depth, dtype=np.uint64)
         self._records = records
         self._free = np.arange(depth, dtype=np.intp)
-        self._issue_ns = np.zeros(depth, np.int64)
-        self._sent_ns = np.zeros(depth, np.int64)
+        self._times = np.zeros((depth, 2), np.int64)  # handed to submit, back from it
+        self._log: list[_Turn] = []
+        self._is_simple = self._first_token >= 0 and not (
+            self._is_mixed
+            or self._is_sized
+            or self._has_header
+            or self._is_background
+            or self._is_paced
+            or job.deadline_ms
+        )
         self._sizes = np.full(depth, job.bs[0 if job.reads else 1], np.int64)
         self._is_read = np.full(depth, job.reads)
         self._arrived: list[tuple[int, int, int]] = []  # (slot, status, flags)
@@ -165,14 +204,11 @@ class Lane:
 
     def _settle(self) -> None:
         if self._stopping and not self._open and not self.done.done():
+            self.flush()
             if self._first_token >= 0:
                 self._queue.discard_bulk(self._first_token)
                 self._first_token = -1
             self.done.set_result(None)
-
-    @property
-    def _is_paced(self) -> bool:
-        return any(self.job.rate) or any(self.job.rate_iops)
 
     def _pump(self) -> None:
         if self._is_paced:
@@ -216,7 +252,7 @@ class Lane:
             total = int(sizes.sum())
         slots, self._free = self._free[:count], self._free[count:]
         records = self._records[slots]
-        records["offset"] = offsets + self._base
+        records["offset"] = offsets
         if self._is_sized:
             records["payload_bytes"] = sizes
             self._sizes[slots] = sizes
@@ -233,12 +269,14 @@ class Lane:
         now = self._clock_ns()
         if self.job.deadline_ms:
             records["deadline_ns"] = now + int(self.job.deadline_ms * 1e6)
-        self._issue_ns[slots] = now
         self._engine.submit(self._queue, records)
-        self._sent_ns[slots] = self._clock_ns()
+        self._times[slots] = (now, self._clock_ns())
+        self._count_depth(count)
+        return True
+
+    def _count_depth(self, count: int) -> None:
         step = next(step for step in _DEPTH_STEPS if self._open >= step)
         self.depth_counts[step] = self.depth_counts.get(step, 0) + count
-        return True
 
     def _retry_later(self) -> None:
         loop = asyncio.get_running_loop()
@@ -296,8 +334,40 @@ class Lane:
         self._complete(arrived[:, 0].astype(np.intp), arrived[:, 1], arrived[:, 2])
 
     def _on_records(self, records: npt.NDArray[np.void]) -> None:
-        slots = (records["token"] - np.uint64(self._first_token)).astype(np.intp)
+        outcomes = records.view(_OUTCOME_DTYPE)
+        slots = outcomes["token"] - self._first_token
+        is_plain = self._is_simple and not (outcomes["outcome"] != _GOOD).any()
+        if is_plain and self._answer(slots):
+            return
         self._complete(slots, records["status"].astype(np.int64), records["flags"].astype(np.int64))
+
+    def _answer(self, slots: npt.NDArray[np.int64]) -> bool:
+        """Note a plain turn and issue as many transfers again; False if it is not that simple.
+
+        A large turn is issued in parts, so that the engine starts on the first while the rest is
+        being prepared.
+        """
+        count = len(slots)
+        if self._stopping or len(self._free) or self._limit_bytes:
+            return False
+        offsets = self._pattern.offsets(count)
+        if offsets is None:
+            return False
+        now = self._clock_ns()
+        times = self._times[slots]
+        for start in range(0, count, PART):
+            part = slots[start : start + PART]
+            records = self._records[part]
+            records["offset"] = offsets[start : start + PART]
+            self._engine.submit(self._queue, records)
+            self._times[part] = (now, self._clock_ns())
+        self._count_depth(count)
+        if now >= self.window_ns:
+            self.last_ns = now
+            self._log.append((times, now, None, None))
+            if len(self._log) >= _LOG_TURNS:
+                self.flush()
+        return True
 
     def _complete(
         self,
@@ -326,34 +396,38 @@ class Lane:
             if not len(slots):
                 return
         if self._has_header:
-            is_read = self._is_read[slots]
-            self.verified += int(is_read.sum())
-            self.sealed_bytes += int(self._sizes[slots][~is_read].sum())
+            checked = self._is_read[slots]
+            self.verified += int(checked.sum())
+            self.sealed_bytes += int(self._sizes[slots][~checked].sum())
         if now < self.window_ns:
             return
         self.last_ns = now
-        issue, sent = self._issue_ns[slots], self._sent_ns[slots]
-        if not self._is_mixed:
-            self._count(self.read if self.job.reads else self.write, slots, issue, sent, now)
+        is_read = self._is_read[slots] if self._is_mixed else None
+        sizes = self._sizes[slots] if self._is_sized else None
+        self._log.append((self._times[slots], now, is_read, sizes))
+        if len(self._log) >= _LOG_TURNS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Count what was noted since the last time; figures are complete only after this."""
+        if not self._log:
             return
-        is_read = self._is_read[slots]
+        turns, self._log = self._log, []
+        times = np.concatenate([turn[0] for turn in turns])
+        now = np.repeat([turn[1] for turn in turns], [len(turn[0]) for turn in turns])
+        size = self.job.bs[0 if self.job.reads else 1]
+        sizes = (
+            np.concatenate([turn[3] for turn in turns if turn[3] is not None])
+            if self._is_sized
+            else np.full(len(times), size, np.int64)
+        )
+        if not self._is_mixed:
+            _count(self.read if self.job.reads else self.write, times, now, sizes)
+            return
+        is_read = np.concatenate([turn[2] for turn in turns if turn[2] is not None])
         for side, mask in ((self.read, is_read), (self.write, ~is_read)):
             if mask.any():
-                self._count(side, slots[mask], issue[mask], sent[mask], now)
-
-    def _count(
-        self,
-        side: Direction,
-        slots: npt.NDArray[np.intp],
-        issue: npt.NDArray[np.int64],
-        sent: npt.NDArray[np.int64],
-        now: int,
-    ) -> None:
-        side.total_ios += len(slots)
-        side.io_bytes += int(self._sizes[slots].sum())
-        side.slat.add(sent - issue)
-        side.clat.add(now - sent)
-        side.lat.add(now - issue)
+                _count(side, times[mask], now[mask], sizes[mask])
 
     def _account_failures(
         self, slots: npt.NDArray[np.intp], statuses: npt.NDArray[np.int64]

@@ -91,7 +91,7 @@ def _check_group(group: list[JobSpec]) -> None:
                 )
         for clone in range(job.numjobs):
             region_bytes(job, clone_path(job, clone))
-    total = sum(job.iodepth * job.numjobs * job.block_bytes_max for job in group)
+    total = sum(job.slots * job.numjobs * job.block_bytes_max for job in group)
     if total > 16 * GIB:
         raise JobError("--iodepth", f"needs {total / GIB:.0f} GiB of buffers")
 
@@ -119,7 +119,7 @@ class _Group:
 
     async def run(self, result: RunResult) -> None:
         jobs = self._jobs
-        total = sum(job.iodepth * job.numjobs * job.block_bytes_max for job in jobs)
+        total = sum(job.slots * job.numjobs * job.block_bytes_max for job in jobs)
         system = open_system(jobs[0], total)
         try:
             await self._run(result, system)
@@ -169,7 +169,7 @@ class _Group:
                 self._lanes.append(
                     (index, self._lane(job, system, file_id, address, size, seed=seed))
                 )
-                address += job.iodepth * job.block_bytes_max
+                address += job.slots * job.block_bytes_max
         group = await self._measure(system)
         group.huge_pages = system.memory.huge_pages
         group.direct = mode
@@ -267,6 +267,7 @@ class _Group:
             now = self._clock_ns()
             seconds, last_ns = (now - last_ns) / 1e9, now
             for _, lane in self._lanes:
+                lane.flush()
                 seen = self._seen.get(lane, (0, 0, 0, 0))
                 self._seen[lane] = current = (
                     lane.read.io_bytes,

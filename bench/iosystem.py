@@ -26,6 +26,7 @@ ENGINE_FIELDS = (
     "inflight_bytes",
     "required_inflight_bytes",
     "background_inflight_bytes",
+    "background_bytes_max",
     "read_piece_bytes",
     "write_piece_bytes",
     "memory",
@@ -39,7 +40,7 @@ def io_config(job: JobSpec) -> IoConfig:
         "kernel_rings": job.kernel_rings,
         "direct": "on" if job.direct else "off",
     }
-    for name in ENGINE_FIELDS[4:9]:
+    for name in ENGINE_FIELDS[4:10]:
         if getattr(job, name):
             values[name] = getattr(job, name)
     return IoConfig(**values)

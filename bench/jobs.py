@@ -200,6 +200,7 @@ class JobSpec:
     filename: str | None = None
     size: int = 0
     iodepth: int = 1
+    queue_ahead: int = 0
     numjobs: int = 1
     rwmixread: int = 50
     rate: Pair = (0, 0)
@@ -222,6 +223,7 @@ class JobSpec:
     inflight_bytes: int = 0
     required_inflight_bytes: int = 0
     background_inflight_bytes: int = 0
+    background_bytes_max: int = 0
     read_piece_bytes: int = 0
     write_piece_bytes: int = 0
     memory: str = "auto"
@@ -240,6 +242,11 @@ class JobSpec:
     def writes(self) -> bool:
         """Whether the job writes at all."""
         return self.rw not in ("read", "randread")
+
+    @property
+    def slots(self) -> int:
+        """How many transfers one clone keeps open, and so how many buffers it has."""
+        return self.iodepth + self.queue_ahead
 
     @property
     def block_bytes_max(self) -> int:
@@ -273,6 +280,9 @@ OPTIONS: dict[str, Option] = {
     "filename": Option(str, "file inside the directory, shared by all clones (default: one each)"),
     "size": Option(parse_size, "bytes of the file, and to transfer unless time_based"),
     "iodepth": Option(integer(1, 65536), "transfers kept open per job (default 1)"),
+    "queue_ahead": Option(
+        integer(0, 65536), "transfers waiting in the engine beyond iodepth (default 0, as fio)"
+    ),
     "numjobs": Option(integer(1, 1024), "clones of the job (default 1)"),
     "rwmixread": Option(integer(0, 100), "percent of reads in rw and randrw (default 50)"),
     "rate": Option(_pair(parse_size), "bytes per second at most, or read,write"),
@@ -303,6 +313,9 @@ OPTIONS: dict[str, Option] = {
     "inflight_bytes": Option(parse_size, "bytes in the device at most (default 16m)"),
     "required_inflight_bytes": Option(parse_size, "of required writes (default 8m)"),
     "background_inflight_bytes": Option(parse_size, "of background writes (default 4m)"),
+    "background_bytes_max": Option(
+        parse_size, "background bytes not yet written; more is skipped (default 1g)"
+    ),
     "read_piece_bytes": Option(parse_size, "largest read piece (default 4m)"),
     "write_piece_bytes": Option(parse_size, "largest write piece (default 1m)"),
     "memory": Option(choice(MEMORY_KINDS), "huge | small pages under the buffers (auto: as given)"),

@@ -20,22 +20,14 @@ PERIOD_NS = 5_000_000
 _TIMER_ABSTIME = 1
 
 
-class _TimerSpec(ctypes.Structure):
-    _fields_ = (
-        ("interval_s", ctypes.c_long),
-        ("interval_ns", ctypes.c_long),
-        ("value_s", ctypes.c_long),
-        ("value_ns", ctypes.c_long),
-    )
-
-
 def _open_timer(first_ns: int) -> int:
     """Return a descriptor that becomes readable at ``first_ns`` and every period after it."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = int(libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
     if fd < 0:
         raise OSError(ctypes.get_errno(), "timerfd_create")
-    spec = _TimerSpec(0, PERIOD_NS, first_ns // 10**9, first_ns % 10**9)
+    # struct itimerspec: interval, then first time, each as seconds and nanoseconds
+    spec = (ctypes.c_long * 4)(0, PERIOD_NS, first_ns // 10**9, first_ns % 10**9)
     if libc.timerfd_settime(fd, _TIMER_ABSTIME, ctypes.byref(spec), None) < 0:
         os.close(fd)
         raise OSError(ctypes.get_errno(), "timerfd_settime")

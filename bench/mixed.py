@@ -364,6 +364,8 @@ async def _run_load(
         end = time.monotonic_ns()
         after, used = system.engine.stats(), usage_since(usage, (end - window) / 1e9)
         probe.stop()
+        for lane in lanes.values():
+            lane.flush()
         moved = {name: lane.read.io_bytes + lane.write.io_bytes for name, lane in lanes.items()}
         restored = restores.moved_bytes if restores is not None else 0
         blocker.cancel()

@@ -75,7 +75,8 @@ class _SplitOffsets:
 class Pattern:
     """The endless sequence of one clone; equal seeds give equal sequences."""
 
-    def __init__(self, job: JobSpec, region_bytes: int, seed: int) -> None:
+    def __init__(self, job: JobSpec, region_bytes: int, seed: int, base: int = 0) -> None:
+        self._base = np.uint64(base)
         self._rng = np.random.default_rng([job.randseed, seed])
         self._mix = job.rwmixread / 100.0 if job.reads and job.writes else float(job.reads)
         self._sides: list[_Offsets | _SplitOffsets] = []
@@ -106,6 +107,14 @@ class Pattern:
         self._position = min(part.stop, len(self._offsets))
         return self._offsets[part], self._sizes[part], self._is_read[part]
 
+    def offsets(self, count: int) -> npt.NDArray[np.uint64] | None:
+        """Return exactly ``count`` offsets of a job of one direction and size, None at an end."""
+        start = self._position
+        if start + count > len(self._offsets):
+            return None
+        self._position = start + count
+        return self._offsets[start : start + count]
+
     def put_back(self, count: int) -> None:
         """Take back the last ``count`` of the latest `take`: they come again."""
         assert count <= self._position
@@ -128,5 +137,6 @@ class Pattern:
             else:
                 self._offsets[mask] = source.take(count)
                 self._sizes[mask] = self._bs[side]
+        self._offsets += self._base
         self._is_read = is_read
         self._position = 0

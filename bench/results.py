@@ -10,7 +10,7 @@ import datetime as dt
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,58 +88,64 @@ def write_json(report: Mapping[str, Any], path: Path | None) -> None:
 
 
 def _number(value: float) -> str:
-    if value == 0:
-        return "0"
-    if isinstance(value, int) or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
+    if abs(value) >= 10_000:
+        return f"{value / 1000:.1f}k"
+    return f"{value:.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _cell(row: Measures, name: str, show: Any = _number) -> str:
+def _mebibytes(value: float) -> str:
+    return f"{value / 2**20:.0f}"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value * 1e3:.0f}"
+
+
+#: heading, measure, how a value is shown, and whether a narrow terminal shows it
+COLUMNS: tuple[tuple[str, str, Callable[[float], str], bool], ...] = (
+    ("req/s", "requests_per_s", _number, True),
+    ("TTFT\np50 s", "ttft_p50_s", _number, True),
+    ("TTFT\np90 s", "ttft_p90_s", _number, True),
+    ("", "hit_tokens", _number, True),
+    ("SSD\nMiB", "ssd_bytes_written", _mebibytes, True),
+    ("required\nwrites", "required_writes", _number, True),
+    ("D2H\nMiB", "d2h_bytes", _mebibytes, True),
+    ("verified\npages", "verified_pages", _number, False),
+    ("loop lag\nmax ms", "loop_lag_max_s", _milliseconds, False),
+)
+WIDE = 140  # columns of text that the whole table needs
+
+
+def _cell(row: Measures, name: str, show: Callable[[float], str], *, with_range: bool) -> str:
+    if name == "hit_tokens":
+        width = 6 if with_range else 4
+        return " ".join(f"{value / 1e6:{width}.1f}" for value in row[name].values())
     spread = row["range"][name]
-    low, high = show(spread["min"]), show(spread["max"])
-    middle = str(show(spread["median"]))
-    return middle if low == high else f"{middle}\n{low} - {high}"
+    low, middle, high = (show(spread[part]) for part in ("min", "median", "max"))
+    return f"{middle}\n[dim]{low}-{high}[/]" if with_range and low != high else middle
 
 
-def _size(value: float) -> str:
-    return format_size(round(value)) if value else "0"
+def table(report: Mapping[str, Any], *, is_wide: bool = True) -> Table:
+    """Return the rows in the shape of the table of TensorRT-LLM PR #21822.
 
-
-def _tokens(value: float) -> str:
-    return f"{value / 1e6:.2f}M" if value >= 1e5 else f"{value / 1e3:.1f}k"
-
-
-def _tiers(row: Measures) -> str:
-    parts = [f"{name} {_tokens(value)}" for name, value in row["hit_tokens"].items()]
-    return "\n".join(parts) or "none"
-
-
-def table(report: Mapping[str, Any]) -> Table:
-    """Return the rows in the shape of the table of TensorRT-LLM PR #21822."""
-    grid = Table(box=box.SIMPLE_HEAVY, title=_title(report), title_justify="left")
-    for name in ("options", "engine"):
-        grid.add_column(name)
-    for name in (
-        "req/s", "TTFT p50 (s)", "TTFT p90 (s)", "hit tokens\nby tier", "SSD\nwritten",
-        "required\nwrites", "D2H\nbytes", "verified\npages", "wrong\npages", "loop lag\nmax (ms)",
-    ):  # fmt: skip
-        grid.add_column(name, justify="right")
+    Below each median stands the range; a narrow table leaves the ranges and two columns out.
+    """
+    shown = [column for column in COLUMNS if is_wide or column[3]]
+    grid = Table(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        title=_title(report),
+        title_justify="left",
+        padding=(0, 0, 0, 1),
+    )
+    grid.add_column("options", no_wrap=is_wide, min_width=14)
+    names = report["rows"][0]["hit_tokens"]
+    tiers = " ".join(f"{name:>6}" if is_wide else f"{name[:4]:>4}" for name in names)
+    for heading, *_ in shown:
+        grid.add_column(heading or f"hit tokens (M)\n{tiers}", justify="right", no_wrap=True)
     for row in report["rows"]:
-        grid.add_row(
-            row["options"],
-            row["engine"],
-            _cell(row, "requests_per_s"),
-            _cell(row, "ttft_p50_s"),
-            _cell(row, "ttft_p90_s"),
-            _tiers(row),
-            _cell(row, "ssd_bytes_written", _size),
-            _cell(row, "required_writes"),
-            _cell(row, "d2h_bytes", _size),
-            _cell(row, "verified_pages"),
-            _cell(row, "mismatches"),
-            _cell(row, "loop_lag_max_s", lambda value: _number(value * 1e3)),
-        )
+        cells = (_cell(row, name, show, with_range=is_wide) for _, name, show, _ in shown)
+        grid.add_row(row["options"], *cells)
     return grid
 
 
@@ -152,11 +158,21 @@ def _title(report: Mapping[str, Any]) -> str:
     )
 
 
+def _footer(report: Mapping[str, Any]) -> list[str]:
+    rows = report["rows"]
+    wrong = sum(row["mismatches"] for row in rows)
+    pages = sum(run["verified_pages"] for row in rows for run in row["runs"])
+    lines = [f"{pages:,} pages checked byte by byte in all runs, {wrong:,} wrong"]
+    engines = [f"{row['options']}: {row['engine']}" for row in rows]
+    lines.append(f"engines: {'; '.join(engines)}")
+    lines += [f"skipped: {one['options']}: {one['reason']}" for one in report.get("skipped", ())]
+    return lines
+
+
 def print_table(report: Mapping[str, Any], *, to_stderr: bool) -> None:
     """Print the table; plain text where the stream is no terminal."""
     stream = sys.stderr if to_stderr else sys.stdout
-    width = None if stream.isatty() else 170
-    console = Console(file=stream, width=width, highlight=False)
-    console.print(table(report))
-    for skipped in report.get("skipped", ()):
-        console.print(f"skipped: {skipped['options']}: {skipped['reason']}")
+    console = Console(file=stream, width=None if stream.isatty() else WIDE, highlight=False)
+    console.print(table(report, is_wide=console.width >= WIDE))
+    for line in _footer(report):
+        console.print(line, markup=False)

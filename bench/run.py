@@ -86,18 +86,34 @@ class ReplayOptions:
 
 
 class LoopLag:
-    """How late the event loop wakes a coroutine that sleeps 5 ms: whatever blocks it shows here."""
+    """How late the event loop wakes a coroutine that sleeps 5 ms: whatever blocks it shows here.
+
+    Pauses of the garbage collector are measured beside it, because they are part of the lag.
+    """
 
     def __init__(self) -> None:
         self.late_s: list[float] = []
+        self.pauses_s: list[float] = []
+        self._collecting_since_s = 0.0
 
     async def watch(self) -> None:
         """Measure until cancelled."""
         clock = asyncio.get_running_loop().time
-        while True:
-            due_s = clock() + LAG_PERIOD_S
-            await asyncio.sleep(LAG_PERIOD_S)
-            self.late_s.append(max(0.0, clock() - due_s))
+        gc.callbacks.append(self._on_collection)
+        try:
+            while True:
+                due_s = clock() + LAG_PERIOD_S
+                await asyncio.sleep(LAG_PERIOD_S)
+                self.late_s.append(max(0.0, clock() - due_s))
+        finally:
+            gc.callbacks.remove(self._on_collection)
+
+    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
+        del info
+        if phase == "start":
+            self._collecting_since_s = time.perf_counter()
+        elif self._collecting_since_s:
+            self.pauses_s.append(time.perf_counter() - self._collecting_since_s)
 
     def measures(self) -> Measures:
         """Return the largest lag and two percentiles in seconds."""
@@ -105,6 +121,8 @@ class LoopLag:
             "loop_lag_max_s": max(self.late_s, default=0.0),
             "loop_lag_p99_s": percentile(self.late_s, 99),
             "loop_lag_p50_s": percentile(self.late_s, 50),
+            "gc_pause_max_s": max(self.pauses_s, default=0.0),
+            "gc_pause_sum_s": sum(self.pauses_s),
         }
 
 

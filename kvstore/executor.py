@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 RETRY = -10_100
 #: Status of a move that the device refused.
 DEVICE_FAILED = -10_101
+#: Pages handed to device and engine in one turn of the loop; the rest leaves in the next ones.
+TURN_PAGES_MAX = 256
 
 VERDICT = int(CompletionFlag.VERDICT)
 END = int(CompletionFlag.END)
@@ -133,7 +136,7 @@ class Flight:
             self._on_done.append((group, callback))
 
     def abandon(self) -> None:
-        """Await nothing any more; whoever waits for the flight goes on and sees ``is_cancelled``."""
+        """Await nothing any more; who waits for the flight goes on and sees ``is_cancelled``."""
         self.remaining, self.open_count = {}, {}
         callbacks, self._on_done = self._on_done, []
         for _, callback in callbacks:
@@ -272,7 +275,7 @@ class Executor:
         self._stall_s = stall_s
         self.jobs: dict[Move, _Job] = {}
         self._waiters: dict[Page, list[Flight]] = {}
-        self._transfers: list[tuple[_Job, Transfer]] = []
+        self._transfers: dict[_Job, Transfer] = {}
         self._copies: dict[CopyDirection, dict[tuple[int, int], tuple[HostPool, list[_Job]]]] = {
             CopyDirection.TO_HOST: {},
             CopyDirection.TO_DEVICE: {},
@@ -283,6 +286,8 @@ class Executor:
         self._landless: dict[_Job, None] = {}  # jobs that wait for a landing slot
         self._landing_timer: asyncio.TimerHandle | None = None
         self.on_idle: list[Callable[[], None]] = []
+        self._open_io = 0  # transfers and batches of copies that native code has
+        self._is_broken = False
         self.on_event: Callable[[Any], None] | None = None
         self.on_shrunk: Callable[[list[tuple[int, int]]], None] = lambda _: None
         self.room_grew = False
@@ -293,6 +298,11 @@ class Executor:
         self.write_failures_in_a_row = 0
         self.read_failures_in_a_row = 0
         self.last_write_error = ""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is in flight; after a bug of ours only native code is asked."""
+        return not self._open_io and (self._is_broken or not self.jobs)
 
     # What the tables want.
 
@@ -328,7 +338,7 @@ class Executor:
 
     def _flush_turn(self) -> None:
         self._is_flush_scheduled = False
-        self._guarded(self.flush)
+        self._guarded(self.flush, TURN_PAGES_MAX)
 
     def _guarded(self, step: Callable[..., None], *args: Any) -> None:
         """Run what a completion asks for; a bug of ours stops the store, not the loop (INV-917)."""
@@ -337,20 +347,39 @@ class Executor:
             self._settle_after()
         except Exception as error:
             logger.exception("the executor failed")
+            self._is_broken = True
             self._on_failure(error)
+        if self.on_idle and self.is_idle:
+            callbacks, self.on_idle = self.on_idle, []
+            for callback in callbacks:
+                callback()
 
     def _settle_after(self) -> None:
         self.settle()
         self._after_turn()
 
-    def flush(self) -> None:
-        """Hand over everything collected: device copies out first, because they free slots for the
+    def flush(self, page_count: int | None = None) -> None:
+        """Hand over what was collected: device copies out first, because they free slots for the
         copies in; then one engine call.
+
+        With a bound, what is beyond it leaves in the next turns, so that a large restore does not
+        hold the loop (INV-129).
         """
-        while any(self._copies.values()):
-            self._flush_copies(CopyDirection.TO_HOST, self._device.d2h)
-            self._flush_copies(CopyDirection.TO_DEVICE, self._device.h2d)
-        self._flush_transfers()
+        for direction, stream in (
+            (CopyDirection.TO_HOST, self._device.d2h),
+            (CopyDirection.TO_DEVICE, self._device.h2d),
+        ):
+            self._flush_copies(direction, stream, page_count)
+        if page_count is None and any(self._copies.values()):
+            self.flush()
+            return
+        self._flush_transfers(page_count)
+        self._schedule_flush()
+
+    def flush_copies_out(self) -> None:
+        """Enqueue every copy out of the device, so that the fences of its slots have events."""
+        self._flush_copies(CopyDirection.TO_HOST, self._device.d2h, None)
+        self._schedule_flush()
 
     def _start(self, move: Move) -> None:
         job = self.jobs.get(move)
@@ -482,11 +511,19 @@ class Executor:
         self._copies[direction].setdefault(key, (pool, []))[1].append(job)
         self._copy_slots[job] = (device_slot, host_slot)
 
-    def _flush_copies(self, direction: CopyDirection, stream: Stream) -> None:
+    def _flush_copies(
+        self, direction: CopyDirection, stream: Stream, page_count: int | None
+    ) -> None:
         batches, self._copies[direction] = self._copies[direction], {}
-        for (group, _), (pool, jobs) in batches.items():
+        left = page_count
+        for key, (pool, jobs) in batches.items():
+            if left is not None and len(jobs) > left:
+                self._copies[direction][key] = (pool, jobs[left:])
+                jobs = jobs[:left]
+            if left is not None:
+                left -= len(jobs)
             if jobs:
-                self._enqueue_copies(direction, stream, group, pool, jobs)
+                self._enqueue_copies(direction, stream, key[0], pool, jobs)
         if batches:
             self.settle_now()
 
@@ -521,9 +558,8 @@ class Executor:
             event = stream.record()
             for job in jobs:
                 job.copies_open += 1
-            self._device.notify(
-                stream, lambda status, *_: self._guarded(self._copied, jobs, status)
-            )
+            self._device.notify(stream, lambda status, *_: self._copies_back(jobs, status))
+            self._open_io += 1
         except KVStoreError as error:
             self._copy_refused(jobs, error)
             return None
@@ -556,6 +592,10 @@ class Executor:
             self._end(job, DEVICE_FAILED)
         if getattr(error, "is_sticky", False):
             self._on_failure(error)
+
+    def _copies_back(self, jobs: list[_Job], status: int) -> None:
+        self._open_io -= 1
+        self._guarded(self._copied, jobs, status)
 
     def _copied(self, jobs: list[_Job], status: int) -> None:
         """A batch of device copies has completed."""
@@ -614,12 +654,10 @@ class Executor:
             key=page.key or disk_format.NO_KEY,
             parent_key=page.parent_key or disk_format.NO_KEY,
             block_index=max(0, page.block_index),
-            callback=lambda status, flags, _: self._guarded(
-                self._transferred, job, transfer, status, flags
-            ),
+            callback=lambda status, flags, _: self._transfer_back(job, transfer, status, flags),
             deadline_ns=self._deadline_ns(page) if opcode is Opcode.READ else 0,
         )
-        self._transfers.append((job, transfer))
+        self._transfers[job] = transfer
 
     def _deadline_ns(self, page: Page) -> int:
         """Return the latest deadline of those who wait, if it is later than the default (INV-336).
@@ -631,19 +669,31 @@ class Executor:
             return 0
         return round(latest * 1e9)
 
-    def _flush_transfers(self) -> None:
-        batch, self._transfers = self._transfers, []
-        if not batch:
+    def _flush_transfers(self, page_count: int | None) -> None:
+        if not self._transfers:
             return
+        batch = self._transfers
+        if page_count is not None and len(batch) > page_count:
+            batch = dict(itertools.islice(batch.items(), page_count))
+            for job in batch:
+                del self._transfers[job]
+        else:
+            self._transfers = {}
         assert self._disk is not None
         try:
-            self._disk.submit(self._queue, [transfer for _, transfer in batch])
+            self._disk.submit(self._queue, list(batch.values()))
+            self._open_io += len(batch)
         except (KVStoreError, OSError) as error:
             logger.warning("%d disk transfers refused: %s", len(batch), error)
-            for job, _ in batch:
+            for job in batch:
                 job.status = job.status or (CANCELLED if isinstance(error, StoreClosed) else -5)
                 self._transfer_ended(job)
             self.settle()
+
+    def _transfer_back(self, job: _Job, transfer: Transfer, status: int, flags: int) -> None:
+        if flags & END:
+            self._open_io -= 1
+        self._guarded(self._transferred, job, transfer, status, flags)
 
     def _transferred(self, job: _Job, transfer: Transfer, status: int, flags: int) -> None:
         """A disk transfer has a verdict, has ended, or both (INV-118, INV-119)."""
@@ -740,10 +790,6 @@ class Executor:
         job.give_back()
         self.room_grew = True
         self.review(move.page, OK if is_withdrawn else status)
-        if not self.jobs:
-            callbacks, self.on_idle = self.on_idle, []
-            for callback in callbacks:
-                callback()
 
     def review(self, page: Page, status: int = OK) -> None:
         """Tell the waiters of a page, unless bytes of it are still on their way up.
@@ -791,7 +837,7 @@ class Executor:
             assert self._disk is not None
             self._disk.cancel(transfer)
         elif transfer is not None:
-            self._transfers = [entry for entry in self._transfers if entry[0] is not job]
+            del self._transfers[job]
             job.transfer = None
             self._end(job, CANCELLED)
         elif job.loans is not None and job.landing < 0:
@@ -846,7 +892,7 @@ class Executor:
             flight.abandon()
 
     def cancel_all(self) -> None:
-        """Withdraw every transfer that is open and start no other; the store is closing (INV-908)."""
+        """Withdraw every open transfer and start no other; the store is closing (INV-908)."""
         self.is_closing = True
         self.abandon_waiters()
         for move in list(self.jobs):
@@ -869,7 +915,7 @@ class Executor:
         closed gate may block the loop, and nothing behind a closed gate may need the loop.
         Returns: None if something is not ready (`GateBusy`); the moves then go on in await mode.
         """
-        self._flush_copies(CopyDirection.TO_HOST, self._device.d2h)
+        self._flush_copies(CopyDirection.TO_HOST, self._device.d2h, None)
         by_group: dict[int, tuple[list[_Job], list[_Job]]] = {}
         for move in moves:
             job = self.jobs.get(move)
@@ -912,13 +958,13 @@ class Executor:
                 job.transfer.ticket = gated.tickets[group].ticket
                 job.transfer.deadline_ns = deadline_ns
                 batch.append(job.transfer)
+                del self._transfers[job]
         if not batch:
             return
         assert self._disk is not None
-        chosen = {id(transfer) for transfer in batch}
-        self._transfers = [entry for entry in self._transfers if id(entry[1]) not in chosen]
         try:
             self._disk.submit(self._queue, batch)
+            self._open_io += len(batch)
         except (KVStoreError, OSError):
             # INV-215: published as failed before anything else happens.
             for ticket in gated.tickets.values():

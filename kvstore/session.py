@@ -25,7 +25,7 @@ from kvstore import config as cfg
 from kvstore._uring.base import DEADLINE, OK
 from kvstore.core.page import Page, PageState
 from kvstore.core.slots import Fence
-from kvstore.core.tables import Applied, Plan, Refusal, Tables
+from kvstore.core.tables import PASSED, Applied, Plan, Refusal, Tables
 from kvstore.devices.base import Stream
 from kvstore.errors import DeadlineError, EngineError, LogicError, OutOfPages, PagesLost
 from kvstore.executor import RETRY, Executor, Flight, Gated
@@ -366,21 +366,37 @@ class RestoreQueue:
         return self._start(session, pages, deadline_at)
 
     async def start(
-        self, session: Session, pages: list[Page], *, wait: bool, deadline_at: float | None
+        self,
+        session: Session,
+        pages: list[Page],
+        *,
+        wait: bool,
+        deadline_at: float | None,
+        is_again: bool = False,
     ) -> Started:
         """Start a restore now or when its turn comes.
 
+        ``is_again``: the restore had its turn and needs another one, so it is older than all that
+        wait. If it has to wait it gives its locks up first: nobody waits with half of its slots.
         Cancellation: leaves the queue. Raises: OutOfPages: it never fits, or ``wait`` is False.
         DeadlineError: the deadline passed before its turn came.
         """
-        started = self.start_now(session, pages, deadline_at)
+        if is_again:
+            started = self._start(session, pages, deadline_at)
+        else:
+            started = self.start_now(session, pages, deadline_at)
         if isinstance(started, Started):
             return started
         if not wait or (started is not None and started.never):
             raise _out_of_pages(started)
         self.waited_count += 1
         waiting = _Waiting(session, pages, self._loop.create_future(), deadline_at)
-        self._waiting.append(waiting)
+        if is_again:
+            waiting.pages = session.give_up_locks()
+            self._waiting.appendleft(waiting)
+            self._store.settle()
+        else:
+            self._waiting.append(waiting)
         timer = None
         if deadline_at is not None:
             timer = self._loop.call_at(deadline_at, _expire, waiting.future)
@@ -431,7 +447,8 @@ class RestoreQueue:
             self._store.executor.detach(future.result().flight)  # granted in the turn of the cancel
         if waiting in self._waiting:
             self._waiting.remove(waiting)
-        self.pump()
+        self._store.executor.room_grew = True
+        self._store.settle()
 
     def _start(
         self, session: Session, pages: list[Page], deadline_at: float | None
@@ -444,6 +461,8 @@ class RestoreQueue:
         for group, count in enumerate(need):
             if self._open[group] and self._open[group] + count > self.budgets[group]:
                 return None
+            if self._waiting and count > tables.available_count(0, group):
+                return None  # not worth a plan yet
         rows: list[list[Page]] = [[] for _ in self.budgets]
         for page in pages:
             rows[page.group].append(page)
@@ -616,6 +635,7 @@ class Session:
     ) -> None:
         """Plan, wait, cut what was lost; until every page left is locked on the device."""
         deadline_at = None if deadline is None else self._now() + deadline
+        is_again = False
         for _ in range(ROUNDS_MAX):
             if started is None:
                 self._cut_lost(restore)
@@ -623,8 +643,9 @@ class Session:
                 if not wanted:
                     return
                 started = await self.store.restores.start(
-                    self, wanted, wait=wait, deadline_at=deadline_at
+                    self, wanted, wait=wait, deadline_at=deadline_at, is_again=is_again
                 )
+            is_again = True
             self._end_prefetches()  # our flight waits for their transfers now
             await self._await_flight(started.flight)
             self._take_failures(started.flight, restore, is_own_deadline=deadline is not None)
@@ -681,7 +702,7 @@ class Session:
         restore.note_failure(failed, token, status)
 
     def _cut(self, block_count: int) -> None:
-        """Keep the first blocks only, or fewer where a window cannot serve that length (INV-319)."""
+        """Keep the first blocks, or fewer where a window cannot serve that length (INV-319)."""
         if self._needs_rematch(block_count):
             match = self.store.tables.match(self._known.keys[:block_count])
             rows, block_count = match.pages, match.block_count
@@ -720,7 +741,9 @@ class Session:
         locked = [page for page in pages if page in self._locked]
         self._locked.difference_update(locked)
         tables = self.store.tables
-        tables.unlock([page for page in locked if page.state is not PageState.DEAD])
+        # While restoring no kernel of this session has seen the pages yet.
+        fence = PASSED if self._state is SessionState.RESTORING else None
+        tables.unlock([page for page in locked if page.state is not PageState.DEAD], fence)
         tables.unhold([page for page in pages if page.state is not PageState.DEAD])
 
     def _unlocked_pages(self) -> list[Page]:
@@ -748,7 +771,7 @@ class Session:
     def _back_to_suspended(self) -> None:
         if self._state is SessionState.CLOSED:
             return
-        self._unlock_all(None)
+        self._unlock_all(PASSED)
         self._go(SessionState.SUSPENDED)
         self.store.executor.room_grew = True
         self.store.settle()
@@ -767,6 +790,16 @@ class Session:
         self.store.tables.unlock(pages, fence)
         if is_partial:
             self.touch()
+
+    def give_up_locks(self) -> list[Page]:
+        """Turn every lock into a hold while the restore waits for slots; return all its pages.
+
+        Others may use the slots meanwhile, or two half-restored sessions would wait for each
+        other for ever (INV-416).
+        """
+        self._unlock_all(PASSED)
+        self.store.executor.room_grew = True
+        return self._unlocked_pages()
 
     def touch(self) -> None:
         """Use every page once, so that no page is more recently used than its parent (INV-324).

@@ -60,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WORKERS = 4
+SURVIVED_CANCELS_MAX = 1000
 DEGRADED_WRITE_FAILURES = 3  # required or background writes that failed in a row
 
 
@@ -310,7 +311,7 @@ class KVStore:
         self._granted: dict[Fence, None] = {}
         self._drains: list[Drain] = []
         self._unfenced: list[Fence] = []
-        self._gated_busy: set[int] = set()
+        self._gated_busy: dict[int, float] = {}  # stream -> since when
         self._matched: dict[str, int] = {}
         self._matched_total = 0
         self._resizing: set[int] = set()
@@ -320,6 +321,7 @@ class KVStore:
         self._is_syncing = False
         self._persistent_pages = 0
         self._watch_timer: asyncio.TimerHandle | None = None
+        self._pump_handle: asyncio.Handle | None = None
         self._gate_await_fallbacks = 0
         self._gate_busy = 0
         self._is_engine_shared = parts.engine is not None
@@ -668,10 +670,11 @@ class KVStore:
     def _after_turn(self) -> None:
         """Let those go on who waited for room or for a fence."""
         executor = self.executor
-        while executor.room_grew and self.restores.waiting_count:
-            executor.room_grew = False
-            self.restores.pump()
+        if executor.room_grew and self.restores.waiting_count and self._pump_handle is None:
+            self._pump_handle = self._loop.call_soon(self._pump)
         executor.room_grew = False
+        if self._is_engine_shared and self.engine is not None:
+            self.tables.engine_room_bytes = self.engine.background_room_bytes()  # INV-123
         if self._drains:
             self._drains = [drain for drain in self._drains if not drain.check()]
         if self.config.check_invariants:
@@ -679,6 +682,13 @@ class KVStore:
         if executor.written_since_sync and self._is_strict and not self._is_syncing:
             self._is_syncing = True
             self._start_background(self._sync_files)
+
+    def _pump(self) -> None:
+        """Serve waiting restores, once per turn of the loop: a plan costs O(its pages)."""
+        self._pump_handle = None
+        if self._state is StoreState.OPEN:
+            self.restores.pump()
+            self._after_turn()
 
     def _check_state(self) -> None:
         try:
@@ -787,14 +797,14 @@ class KVStore:
         no stream and a use has not ended. The next step's awaitable covers the slots either way.
         """
         if any(not fence.passed and fence.event is None for fence in fences):
-            self.executor.flush()  # gives copies that are only collected yet their events
-        still_open = [fence for fence in fences if not fence.passed]
+            self.executor.flush_copies_out()  # what is only collected yet gets its events
+        still_open = [fence for fence in dict.fromkeys(fences) if not fence.passed]
         self._granted.update(dict.fromkeys(still_open))
         if any(stream is None or fence.event is None for fence in still_open):
             return False
-        for fence in still_open:
-            assert stream is not None and fence.event is not None
-            stream.wait_event(fence.event)
+        for event in {id(fence.event): fence.event for fence in still_open}.values():
+            assert stream is not None and event is not None
+            stream.wait_event(event)
         return True
 
     # The gate.
@@ -806,13 +816,13 @@ class KVStore:
             self._gate_busy += 1
             self._gate_await_fallbacks += 1
             return None
-        self._gated_busy.add(free[0])
+        self._gated_busy[free[0]] = self._loop.time()
         self._arm_watchdog()
         return _GateLease(self, self.gate, free[0], behind)
 
     def release_gate(self, index: int, *, is_fallback: bool) -> None:
         """Give a gated stream back."""
-        self._gated_busy.discard(index)
+        self._gated_busy.pop(index, None)
         self._gate_await_fallbacks += is_fallback
 
     def gated_stream(self, index: int) -> Stream:
@@ -832,15 +842,15 @@ class KVStore:
         self._watch_timer = None
         if not self._gated_busy:
             return
-        oldest = getattr(self._gate_words, "oldest_open", lambda: None)()
-        if oldest is not None and oldest.age_ns >= self.config.io.watchdog * 1e9:
+        age = self._loop.time() - min(self._gated_busy.values())
+        if age >= self.config.io.watchdog:
+            oldest = getattr(self._gate_words, "oldest_open", lambda: None)()
             logger.warning(
-                "gate ticket (word %d, generation %d) is unpublished for %.1f s; %d restores behind "
-                "gates",
-                oldest.word,
-                oldest.generation,
-                oldest.age_ns / 1e9,
+                "a gated restore (class read) is unpublished for %.1f s; %d streams are parked; "
+                "oldest ticket: %s",
+                age,
                 len(self._gated_busy),
+                oldest,
             )
         self._arm_watchdog()
 
@@ -1160,6 +1170,12 @@ class KVStore:
             self.gate.close()
         self.restores.fail_all(StoreFailed(f"the store has failed: {error}"))
         self.executor.abandon_waiters()
+        self._end_drains(StoreFailed(f"the store has failed: {error}"))
+
+    def _end_drains(self, error: KVStoreError) -> None:
+        drains, self._drains = self._drains, []
+        for drain in drains:
+            drain.fail(error)
 
     async def aclose(self, *, flush: bool = False) -> None:
         """Close the store; a second call does nothing (INV-909).
@@ -1225,6 +1241,7 @@ class KVStore:
         is_drained = True
         if was_opened:
             self.restores.fail_all(StoreClosed("the store is closing"))
+            self._end_drains(StoreClosed("the store is closing"))
             self.executor.cancel_all()
             if self.gate is not None:
                 self.gate.close()
@@ -1277,7 +1294,7 @@ class KVStore:
     async def _wait_idle(self, limit: float) -> bool:
         executor = self.executor
         deadline_at = self._loop.time() + limit
-        while executor.jobs and self._loop.time() < deadline_at:
+        while not executor.is_idle and self._loop.time() < deadline_at:
             idle = self._loop.create_future()
             executor.on_idle.append(functools.partial(_resolve, idle))
             timer = self._loop.call_at(deadline_at, _resolve, idle)
@@ -1285,7 +1302,7 @@ class KVStore:
                 await _survive(functools.partial(_wait, idle))
             finally:
                 timer.cancel()
-        return not executor.jobs
+        return executor.is_idle
 
     async def _flush(self) -> None:
         """Write committed pages to free disk slots, within the deadline (INV-926)."""
@@ -1364,10 +1381,11 @@ async def _wait(future: asyncio.Future[Any]) -> None:
 
 
 async def _survive(step: Callable[[], Awaitable[T]]) -> T:
-    """Run an idempotent closing step again if a native cancel cuts it short."""
-    for _ in range(100):
+    """Run an idempotent step to its end: shielded from anyio, again after a native cancel."""
+    for _ in range(SURVIVED_CANCELS_MAX):
         try:
-            return await step()
+            with anyio.CancelScope(shield=True):
+                return await step()
         except asyncio.CancelledError:
             continue
     return await step()
@@ -1381,12 +1399,13 @@ def _make_arena(length: int, slab_bytes: int, numa_node: int | None) -> Arena:
 class Drain:
     """What `KVStore.step` returns: done when the slots granted before it are drained."""
 
-    __slots__ = ("_fences", "_future", "_loop")
+    __slots__ = ("_error", "_fences", "_future", "_loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, fences: list[Fence]) -> None:
         self._loop = loop
         self._fences = fences
         self._future: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
 
     @property
     def is_done(self) -> bool:
@@ -1400,8 +1419,16 @@ class Drain:
             self._future.set_result(None)
         return not self._fences
 
+    def fail(self, error: BaseException) -> None:
+        """End the wait with an error; the store is closing or has failed."""
+        self._error = error
+        if self._future is not None and not self._future.done():
+            self._future.set_exception(error)
+
     def __await__(self) -> Generator[Any, None, None]:
-        """Wait until every slot is drained."""
+        """Wait until every slot is drained. Raises: StoreClosed, StoreFailed."""
+        if self._error is not None:
+            raise self._error
         if self.check():
             return
         if self._future is None:

@@ -41,7 +41,7 @@ TEST_FOLDERS = {
     "uring",
 }
 #: Here everything runs on virtual time or none at all.
-VIRTUAL_TIME_FOLDERS = {"cases", "property", "simulation"}
+VIRTUAL_TIME_FOLDERS = {"property", "simulation"}
 
 #: Text that must not reach a commit. Spelled in halves, so that this file passes its own check.
 BANNED = {

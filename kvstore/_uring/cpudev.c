@@ -88,15 +88,13 @@ struct kvs_cpu {
     struct queue queues[];
 };
 
-static int broken(kvs_cpu *device)
-{
+static int broken(kvs_cpu *device) {
     return __atomic_load_n(&device->error, __ATOMIC_ACQUIRE) != 0 ||
            __atomic_load_n(&device->stopping, __ATOMIC_ACQUIRE) == 2;
 }
 
 uint64_t kvs_pages_expand(const kvs_pages *pages, const int32_t *device_slots,
-                          const int32_t *host_slots, uint64_t count, int to_device, kvs_run *runs)
-{
+                          const int32_t *host_slots, uint64_t count, int to_device, kvs_run *runs) {
     assert(pages->slots_per_slab > 0);
     uint64_t used = 0;
     for (uint64_t page = 0; page < count; page++) {
@@ -125,8 +123,7 @@ uint64_t kvs_pages_expand(const kvs_pages *pages, const int32_t *device_slots,
 
 /* -- events ------------------------------------------------------------------------------------ */
 
-kvs_cpu_event *kvs_cpu_event_new(void)
-{
+kvs_cpu_event *kvs_cpu_event_new(void) {
     kvs_cpu_event *event = calloc(1, sizeof *event);
     if (event) {
         event->references = 1;
@@ -135,26 +132,22 @@ kvs_cpu_event *kvs_cpu_event_new(void)
     return event;
 }
 
-int kvs_cpu_event_query(const kvs_cpu_event *event)
-{
+int kvs_cpu_event_query(const kvs_cpu_event *event) {
     return __atomic_load_n(&event->state, __ATOMIC_ACQUIRE);
 }
 
-static void event_hold(kvs_cpu_event *event)
-{
+static void event_hold(kvs_cpu_event *event) {
     __atomic_add_fetch(&event->references, 1, __ATOMIC_RELAXED);
 }
 
-void kvs_cpu_event_free(kvs_cpu_event *event)
-{
+void kvs_cpu_event_free(kvs_cpu_event *event) {
     if (__atomic_sub_fetch(&event->references, 1, __ATOMIC_ACQ_REL) == 0) {
         assert(!event->waiters);
         free(event);
     }
 }
 
-static void event_pass(kvs_cpu *device, kvs_cpu_event *event, int error)
-{
+static void event_pass(kvs_cpu *device, kvs_cpu_event *event, int error) {
     pthread_mutex_lock(&device->mutex);
     __atomic_store_n(&event->state, error ? -error : 1, __ATOMIC_RELEASE);
     struct waiter *waiters = event->waiters;
@@ -174,8 +167,7 @@ static void event_pass(kvs_cpu *device, kvs_cpu_event *event, int error)
 
 /* -- executing --------------------------------------------------------------------------------- */
 
-static void pause_until(kvs_cpu *device, uint64_t when_ns)
-{
+static void pause_until(kvs_cpu *device, uint64_t when_ns) {
     struct timespec at = kvs_timespec(when_ns);
     pthread_mutex_lock(&device->mutex);
     while (!broken(device) && kvs_now_ns() < when_ns) {
@@ -184,8 +176,7 @@ static void pause_until(kvs_cpu *device, uint64_t when_ns)
     pthread_mutex_unlock(&device->mutex);
 }
 
-static uint64_t draw(kvs_cpu *device)
-{
+static uint64_t draw(kvs_cpu *device) {
     uint64_t x = __atomic_load_n(&device->random, __ATOMIC_RELAXED);
     x ^= x << 13;
     x ^= x >> 7;
@@ -194,8 +185,7 @@ static uint64_t draw(kvs_cpu *device)
     return x;
 }
 
-static void run_copy(kvs_cpu *device, struct op *op)
-{
+static void run_copy(kvs_cpu *device, struct op *op) {
     uint64_t begin = kvs_now_ns(), bytes = 0, count = op->copy.run_count;
     kvs_run *runs = op->copy.runs;
     if (device->config.shuffle_seed) {
@@ -227,8 +217,7 @@ static void run_copy(kvs_cpu *device, struct op *op)
                        bytes, __ATOMIC_RELAXED);
 }
 
-static int word_reached(uint64_t address, uint64_t value, int bits)
-{
+static int word_reached(uint64_t address, uint64_t value, int bits) {
     if (bits == 32) {
         uint32_t word = __atomic_load_n((uint32_t *)(uintptr_t)address, __ATOMIC_ACQUIRE);
         return (int32_t)(word - (uint32_t)value) >= 0;
@@ -239,8 +228,7 @@ static int word_reached(uint64_t address, uint64_t value, int bits)
 
 /* Sleep on the low half of the word until it reaches the value. The publisher wakes the futex after
    its store; `interrupt` wakes it, again and again while parked_word is set, after an error. */
-static void wait_word(struct queue *queue, const struct op *op)
-{
+static void wait_word(struct queue *queue, const struct op *op) {
     uint64_t address = op->word.word;
     uint32_t *sleepers = (uint32_t *)(uintptr_t)op->word.sleepers;
     if (sleepers) { /* seq_cst: pairs with the publisher's load after its store of the flag */
@@ -261,8 +249,7 @@ static void wait_word(struct queue *queue, const struct op *op)
     __atomic_add_fetch(&queue->device->counters.gates_waited, 1, __ATOMIC_RELAXED);
 }
 
-static void interrupt(kvs_cpu *device)
-{
+static void interrupt(kvs_cpu *device) {
     pthread_mutex_lock(&device->mutex);
     pthread_cond_broadcast(&device->changed);
     for (uint32_t i = 0; i < device->started; i++) {
@@ -280,8 +267,7 @@ static void interrupt(kvs_cpu *device)
     }
 }
 
-static void wait_event(kvs_cpu *device, kvs_cpu_event *event)
-{
+static void wait_event(kvs_cpu *device, kvs_cpu_event *event) {
     pthread_mutex_lock(&device->mutex);
     while (kvs_cpu_event_query(event) == 0 && !broken(device)) {
         pthread_cond_wait(&device->changed, &device->mutex);
@@ -289,8 +275,7 @@ static void wait_event(kvs_cpu *device, kvs_cpu_event *event)
     pthread_mutex_unlock(&device->mutex);
 }
 
-static int take_injection(kvs_cpu *device)
-{
+static int take_injection(kvs_cpu *device) {
     int code = 0;
     pthread_mutex_lock(&device->mutex);
     if (device->inject_in && --device->inject_in == 0) {
@@ -300,8 +285,7 @@ static int take_injection(kvs_cpu *device)
     return code;
 }
 
-static int current_error(kvs_cpu *device)
-{
+static int current_error(kvs_cpu *device) {
     int error = __atomic_load_n(&device->error, __ATOMIC_ACQUIRE);
     if (!error && __atomic_load_n(&device->stopping, __ATOMIC_ACQUIRE) == 2) {
         error = 4; /* as CUDA_ERROR_DEINITIALIZED: closed with work outstanding */
@@ -309,8 +293,7 @@ static int current_error(kvs_cpu *device)
     return error;
 }
 
-static void execute(struct queue *queue, struct op *op)
-{
+static void execute(struct queue *queue, struct op *op) {
     kvs_cpu *device = queue->device;
     int code;
     switch (op->kind) {
@@ -355,8 +338,7 @@ static void execute(struct queue *queue, struct op *op)
     }
 }
 
-static void discard(struct op *op)
-{
+static void discard(struct op *op) {
     if (op->kind == OP_COPY) {
         free(op->copy.runs);
         free(op->copy.early);
@@ -367,8 +349,7 @@ static void discard(struct op *op)
     }
 }
 
-static void *work(void *argument)
-{
+static void *work(void *argument) {
     struct queue *queue = argument;
     kvs_cpu *device = queue->device;
     uint32_t depth = device->config.queue_depth;
@@ -397,8 +378,7 @@ static void *work(void *argument)
 
 /* -- life -------------------------------------------------------------------------------------- */
 
-static void destroy(kvs_cpu *device)
-{
+static void destroy(kvs_cpu *device) {
     for (uint32_t i = 0; i < device->config.queue_count; i++) {
         pthread_cond_destroy(&device->queues[i].not_empty);
         pthread_cond_destroy(&device->queues[i].not_full);
@@ -409,15 +389,13 @@ static void destroy(kvs_cpu *device)
     free(device);
 }
 
-static void join_all(kvs_cpu *device)
-{
+static void join_all(kvs_cpu *device) {
     for (uint32_t i = 0; i < device->started; i++) {
         pthread_join(device->queues[i].thread, NULL);
     }
 }
 
-kvs_cpu *kvs_cpu_new(const kvs_cpu_config *config)
-{
+kvs_cpu *kvs_cpu_new(const kvs_cpu_config *config) {
     assert(config->queue_count > 0 && config->queue_depth > 0);
     kvs_cpu *device = calloc(1, sizeof *device + config->queue_count * sizeof(struct queue));
     if (!device) {
@@ -456,8 +434,7 @@ kvs_cpu *kvs_cpu_new(const kvs_cpu_config *config)
     return device;
 }
 
-int kvs_cpu_close(kvs_cpu *device, uint64_t timeout_ns)
-{
+int kvs_cpu_close(kvs_cpu *device, uint64_t timeout_ns) {
     pthread_mutex_lock(&device->mutex);
     if (!device->stopping) {
         __atomic_store_n(&device->stopping, 1, __ATOMIC_RELEASE);
@@ -475,29 +452,23 @@ int kvs_cpu_close(kvs_cpu *device, uint64_t timeout_ns)
     return result == -ETIME ? -ETIME : 0;
 }
 
-void kvs_cpu_fail(kvs_cpu *device, int code)
-{
+void kvs_cpu_fail(kvs_cpu *device, int code) {
     assert(code > 0);
     int none = 0;
     __atomic_compare_exchange_n(&device->error, &none, code, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
     interrupt(device);
 }
 
-int kvs_cpu_error(kvs_cpu *device)
-{
-    return __atomic_load_n(&device->error, __ATOMIC_ACQUIRE);
-}
+int kvs_cpu_error(kvs_cpu *device) { return __atomic_load_n(&device->error, __ATOMIC_ACQUIRE); }
 
-void kvs_cpu_inject(kvs_cpu *device, uint64_t nth_copy, int code)
-{
+void kvs_cpu_inject(kvs_cpu *device, uint64_t nth_copy, int code) {
     pthread_mutex_lock(&device->mutex);
     device->inject_in = nth_copy;
     device->inject_code = code;
     pthread_mutex_unlock(&device->mutex);
 }
 
-int kvs_cpu_synchronize(kvs_cpu *device, uint64_t timeout_ns)
-{
+int kvs_cpu_synchronize(kvs_cpu *device, uint64_t timeout_ns) {
     struct timespec at = kvs_timespec(kvs_now_ns() + timeout_ns);
     int waited = 0;
     pthread_mutex_lock(&device->mutex);
@@ -511,8 +482,7 @@ int kvs_cpu_synchronize(kvs_cpu *device, uint64_t timeout_ns)
     return waited == ETIMEDOUT ? -ETIME : kvs_cpu_error(device);
 }
 
-uint64_t kvs_cpu_pending(kvs_cpu *device, uint32_t stream)
-{
+uint64_t kvs_cpu_pending(kvs_cpu *device, uint32_t stream) {
     struct queue *queue = &device->queues[stream % device->config.queue_count];
     pthread_mutex_lock(&device->mutex);
     uint64_t pending = queue->tail - queue->head;
@@ -520,8 +490,7 @@ uint64_t kvs_cpu_pending(kvs_cpu *device, uint32_t stream)
     return pending;
 }
 
-void kvs_cpu_count(kvs_cpu *device, kvs_cpu_counters *out)
-{
+void kvs_cpu_count(kvs_cpu *device, kvs_cpu_counters *out) {
     const kvs_cpu_counters *in = &device->counters;
     out->batches = __atomic_load_n(&in->batches, __ATOMIC_RELAXED);
     out->pages_to_device = __atomic_load_n(&in->pages_to_device, __ATOMIC_RELAXED);
@@ -535,8 +504,7 @@ void kvs_cpu_count(kvs_cpu *device, kvs_cpu_counters *out)
 /* -- enqueueing -------------------------------------------------------------------------------- */
 
 /* Returns with the operation owned by the queue, or an error and nothing enqueued. */
-static int enqueue(kvs_cpu *device, uint32_t stream, const struct op *op)
-{
+static int enqueue(kvs_cpu *device, uint32_t stream, const struct op *op) {
     struct queue *queue = &device->queues[stream % device->config.queue_count];
     uint32_t depth = device->config.queue_depth;
     struct timespec at = kvs_timespec(kvs_now_ns() + device->config.full_timeout_ns);
@@ -560,8 +528,7 @@ static int enqueue(kvs_cpu *device, uint32_t stream, const struct op *op)
 
 int kvs_cpu_copy(kvs_cpu *device, uint32_t stream, const kvs_pages *pages,
                  const int32_t *device_slots, const int32_t *host_slots, uint64_t count,
-                 int to_device)
-{
+                 int to_device) {
     struct op op = {.kind = OP_COPY};
     op.copy.runs = malloc((count * pages->piece_count + 1) * sizeof(kvs_run));
     if (!op.copy.runs) {
@@ -595,8 +562,7 @@ int kvs_cpu_copy(kvs_cpu *device, uint32_t stream, const kvs_pages *pages,
     return result;
 }
 
-int kvs_cpu_wait_event(kvs_cpu *device, uint32_t stream, kvs_cpu_event *event)
-{
+int kvs_cpu_wait_event(kvs_cpu *device, uint32_t stream, kvs_cpu_event *event) {
     struct op op = {.kind = OP_WAIT_EVENT};
     op.event = event;
     event_hold(event);
@@ -608,8 +574,7 @@ int kvs_cpu_wait_event(kvs_cpu *device, uint32_t stream, kvs_cpu_event *event)
 }
 
 int kvs_cpu_wait_word(kvs_cpu *device, uint32_t stream, uint64_t word, uint64_t value, int bits,
-                      uint64_t sleepers)
-{
+                      uint64_t sleepers) {
     assert(word % 8 == 0 && (bits == 32 || bits == 64));
     struct op op = {.kind = OP_WAIT_WORD};
     op.word.word = word;
@@ -619,8 +584,7 @@ int kvs_cpu_wait_word(kvs_cpu *device, uint32_t stream, uint64_t word, uint64_t 
     return enqueue(device, stream, &op);
 }
 
-int kvs_cpu_write_word(kvs_cpu *device, uint32_t stream, uint64_t word, uint64_t value)
-{
+int kvs_cpu_write_word(kvs_cpu *device, uint32_t stream, uint64_t word, uint64_t value) {
     assert(word % 8 == 0);
     struct op op = {.kind = OP_WRITE_WORD};
     op.word.word = word;
@@ -629,8 +593,7 @@ int kvs_cpu_write_word(kvs_cpu *device, uint32_t stream, uint64_t word, uint64_t
 }
 
 int kvs_cpu_work(kvs_cpu *device, uint32_t stream, uint64_t address, uint64_t bytes, int value,
-                 uint64_t duration_ns)
-{
+                 uint64_t duration_ns) {
     struct op op = {.kind = OP_WORK};
     op.work.address = address;
     op.work.bytes = bytes;
@@ -639,8 +602,7 @@ int kvs_cpu_work(kvs_cpu *device, uint32_t stream, uint64_t address, uint64_t by
     return enqueue(device, stream, &op);
 }
 
-int kvs_cpu_record(kvs_cpu *device, uint32_t stream, kvs_cpu_event *event)
-{
+int kvs_cpu_record(kvs_cpu *device, uint32_t stream, kvs_cpu_event *event) {
     assert(kvs_cpu_event_query(event) == 1 && !event->waiters);
     struct op op = {.kind = OP_RECORD};
     op.event = event;
@@ -654,8 +616,7 @@ int kvs_cpu_record(kvs_cpu *device, uint32_t stream, kvs_cpu_event *event)
     return result;
 }
 
-int kvs_cpu_notify(kvs_cpu *device, uint32_t stream, kvs_cq *queue, uint64_t token)
-{
+int kvs_cpu_notify(kvs_cpu *device, uint32_t stream, kvs_cq *queue, uint64_t token) {
     struct op op = {.kind = OP_NOTIFY};
     op.notify.queue = queue;
     op.notify.token = token;
@@ -667,8 +628,7 @@ int kvs_cpu_notify(kvs_cpu *device, uint32_t stream, kvs_cq *queue, uint64_t tok
     return result;
 }
 
-int kvs_cpu_notify_event(kvs_cpu *device, kvs_cpu_event *event, kvs_cq *queue, uint64_t token)
-{
+int kvs_cpu_notify_event(kvs_cpu *device, kvs_cpu_event *event, kvs_cq *queue, uint64_t token) {
     struct waiter *waiter = malloc(sizeof *waiter);
     if (!waiter) {
         return -ENOMEM;

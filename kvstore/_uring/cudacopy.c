@@ -3,8 +3,9 @@
  * libcuda is loaded by name and every function comes from cuGetProcAddress, so that the ABI is the
  * one asked for and no binding can wrap a callback (the reason: bindings that take the GIL on the
  * driver's thread). Each call makes the primary context current for its own duration and puts the
- * caller's back, because torch may have another device current on the loop's thread; it also relaxes
- * the thread's capture mode meanwhile, so that a graph capture elsewhere is not invalidated.
+ * caller's back, because torch may have another device current on the loop's thread; it also
+ * relaxes the thread's capture mode meanwhile, so that a graph capture elsewhere is not
+ * invalidated.
  *
  * The reactor never comes here: publishing a gate is a plain store to registered memory (INV-216).
  *
@@ -150,8 +151,7 @@ struct guard {
     int capture_mode;
 };
 
-bool kvs_device_code_is_sticky(int code)
-{
+bool kvs_device_code_is_sticky(int code) {
     switch (code) {
     case 4:   /* deinitialized */
     case 46:  /* device unavailable */
@@ -179,8 +179,7 @@ bool kvs_device_code_is_sticky(int code)
     }
 }
 
-static int noted(kvs_cuda *device, int result)
-{
+static int noted(kvs_cuda *device, int result) {
     if (kvs_device_code_is_sticky(result)) {
         int none = 0;
         __atomic_compare_exchange_n(&device->error, &none, result, 0, __ATOMIC_SEQ_CST,
@@ -189,13 +188,9 @@ static int noted(kvs_cuda *device, int result)
     return result;
 }
 
-int kvs_cuda_error(kvs_cuda *device)
-{
-    return __atomic_load_n(&device->error, __ATOMIC_ACQUIRE);
-}
+int kvs_cuda_error(kvs_cuda *device) { return __atomic_load_n(&device->error, __ATOMIC_ACQUIRE); }
 
-static int enter(kvs_cuda *device, struct guard *guard)
-{
+static int enter(kvs_cuda *device, struct guard *guard) {
     if (device->is_closed) {
         return -ESHUTDOWN;
     }
@@ -214,8 +209,7 @@ static int enter(kvs_cuda *device, struct guard *guard)
     return noted(device, result);
 }
 
-static int leave(kvs_cuda *device, struct guard *guard, int result)
-{
+static int leave(kvs_cuda *device, struct guard *guard, int result) {
     device->call.cuThreadExchangeStreamCaptureMode(&guard->capture_mode);
     if (guard->before != device->context) {
         device->call.cuCtxSetCurrent(guard->before);
@@ -223,10 +217,10 @@ static int leave(kvs_cuda *device, struct guard *guard, int result)
     return noted(device, result);
 }
 
-/* -- opening and closing ------------------------------------------------------------------------ */
+/* -- opening and closing ------------------------------------------------------------------------
+ */
 
-static int load(struct driver *call, const char *library, char *failed)
-{
+static int load(struct driver *call, const char *library, char *failed) {
     void *handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
     snprintf(failed, 64, "%s", library);
     if (!handle) {
@@ -260,8 +254,7 @@ static int load(struct driver *call, const char *library, char *failed)
     return 0;
 }
 
-static void release(kvs_cuda *device)
-{
+static void release(kvs_cuda *device) {
     if (__atomic_sub_fetch(&device->references, 1, __ATOMIC_ACQ_REL) == 0) {
         pthread_mutex_destroy(&device->mutex);
         free(device->regions);
@@ -269,14 +262,12 @@ static void release(kvs_cuda *device)
     }
 }
 
-static int best_batch(const kvs_cuda *device)
-{
+static int best_batch(const kvs_cuda *device) {
     return device->call.batch_13 ? 2 : device->call.batch_12 ? 1 : 0;
 }
 
 /* Everything that needs the context current: service words, module, what the device offers. */
-static int prepare(kvs_cuda *device, char *failed)
-{
+static int prepare(kvs_cuda *device, char *failed) {
     struct driver *call = &device->call;
     kvs_cuda_caps *caps = &device->caps;
     const struct {
@@ -314,8 +305,7 @@ static int prepare(kvs_cuda *device, char *failed)
     return result;
 }
 
-int kvs_cuda_open(const char *library, int ordinal, kvs_cuda **out, char *failed)
-{
+int kvs_cuda_open(const char *library, int ordinal, kvs_cuda **out, char *failed) {
     kvs_cuda *device = calloc(1, sizeof *device);
     if (!device) {
         return -ENOMEM;
@@ -359,8 +349,7 @@ int kvs_cuda_open(const char *library, int ordinal, kvs_cuda **out, char *failed
     return error;
 }
 
-void kvs_cuda_close(kvs_cuda *device, int is_lost)
-{
+void kvs_cuda_close(kvs_cuda *device, int is_lost) {
     struct guard guard;
     if (device->is_closed) {
         return;
@@ -392,29 +381,24 @@ void kvs_cuda_close(kvs_cuda *device, int is_lost)
         device->call.cuDevicePrimaryCtxRelease(device->device);
     }
     if (device->service && usable && !device->service_is_stuck) {
-        munmap(device->service, SERVICE_BYTES); /* leaked on a lost device: it may still be mapped */
+        munmap(device->service,
+               SERVICE_BYTES); /* leaked on a lost device: it may still be mapped */
     }
     device->is_closed = true;
     release(device);
 }
 
-void kvs_cuda_get_caps(kvs_cuda *device, kvs_cuda_caps *caps)
-{
-    *caps = device->caps;
-}
+void kvs_cuda_get_caps(kvs_cuda *device, kvs_cuda_caps *caps) { *caps = device->caps; }
 
-int kvs_cuda_attribute(kvs_cuda *device, int attribute, int *value)
-{
+int kvs_cuda_attribute(kvs_cuda *device, int attribute, int *value) {
     return device->call.cuDeviceGetAttribute(value, attribute, device->device);
 }
 
-void kvs_cuda_count(kvs_cuda *device, kvs_cuda_counters *out)
-{
+void kvs_cuda_count(kvs_cuda *device, kvs_cuda_counters *out) {
     *out = device->counters; /* only the loop's thread enqueues */
 }
 
-int kvs_cuda_set_batch(kvs_cuda *device, int batch_copy)
-{
+int kvs_cuda_set_batch(kvs_cuda *device, int batch_copy) {
     int best = best_batch(device);
     bool offered = (batch_copy == 2 && device->call.batch_13) ||
                    (batch_copy == 1 && device->call.batch_12) || batch_copy == 0;
@@ -422,17 +406,12 @@ int kvs_cuda_set_batch(kvs_cuda *device, int batch_copy)
     return device->batch_copy;
 }
 
-void kvs_cuda_set_min_dma(kvs_cuda *device, uint64_t min_dma)
-{
-    device->min_dma = min_dma;
-}
+void kvs_cuda_set_min_dma(kvs_cuda *device, uint64_t min_dma) { device->min_dma = min_dma; }
 
-void kvs_cuda_set_source_order(kvs_cuda *device, int order)
-{
-    device->source_order = order;
-}
+void kvs_cuda_set_source_order(kvs_cuda *device, int order) { device->source_order = order; }
 
-/* -- one driver call each ----------------------------------------------------------------------- */
+/* -- one driver call each -----------------------------------------------------------------------
+ */
 
 #define WITH_CONTEXT(device, expression)                                                           \
     struct guard guard;                                                                            \
@@ -442,29 +421,24 @@ void kvs_cuda_set_source_order(kvs_cuda *device, int order)
     }                                                                                              \
     return result
 
-int kvs_cuda_stream_new(kvs_cuda *device, int priority, uint64_t *stream)
-{
+int kvs_cuda_stream_new(kvs_cuda *device, int priority, uint64_t *stream) {
     WITH_CONTEXT(device, device->call.cuStreamCreateWithPriority((handle_t *)stream,
                                                                  STREAM_NON_BLOCKING, priority));
 }
 
-int kvs_cuda_stream_free(kvs_cuda *device, uint64_t stream)
-{
+int kvs_cuda_stream_free(kvs_cuda *device, uint64_t stream) {
     WITH_CONTEXT(device, device->call.cuStreamDestroy((handle_t)(uintptr_t)stream));
 }
 
-int kvs_cuda_stream_query(kvs_cuda *device, uint64_t stream)
-{
+int kvs_cuda_stream_query(kvs_cuda *device, uint64_t stream) {
     WITH_CONTEXT(device, device->call.cuStreamQuery((handle_t)(uintptr_t)stream));
 }
 
-int kvs_cuda_stream_synchronize(kvs_cuda *device, uint64_t stream)
-{
+int kvs_cuda_stream_synchronize(kvs_cuda *device, uint64_t stream) {
     WITH_CONTEXT(device, device->call.cuStreamSynchronize((handle_t)(uintptr_t)stream));
 }
 
-int kvs_cuda_stream_capturing(kvs_cuda *device, uint64_t stream, int *capturing)
-{
+int kvs_cuda_stream_capturing(kvs_cuda *device, uint64_t stream, int *capturing) {
     struct guard guard;
     int result = enter(device, &guard);
     if (result) {
@@ -478,33 +452,30 @@ int kvs_cuda_stream_capturing(kvs_cuda *device, uint64_t stream, int *capturing)
     return leave(device, &guard, result);
 }
 
-int kvs_cuda_alloc(kvs_cuda *device, uint64_t bytes, uint64_t *address)
-{
+int kvs_cuda_alloc(kvs_cuda *device, uint64_t bytes, uint64_t *address) {
     WITH_CONTEXT(device, device->call.cuMemAlloc((deviceptr_t *)address, bytes));
 }
 
-int kvs_cuda_free(kvs_cuda *device, uint64_t address)
-{
+int kvs_cuda_free(kvs_cuda *device, uint64_t address) {
     WITH_CONTEXT(device, device->call.cuMemFree(address));
 }
 
-int kvs_cuda_memset(kvs_cuda *device, uint64_t stream, uint64_t address, int value, uint64_t bytes)
-{
+int kvs_cuda_memset(kvs_cuda *device, uint64_t stream, uint64_t address, int value,
+                    uint64_t bytes) {
     WITH_CONTEXT(device, device->call.cuMemsetD8Async(address, (unsigned char)value, bytes,
                                                       (handle_t)(uintptr_t)stream));
 }
 
 int kvs_cuda_memcpy(kvs_cuda *device, uint64_t stream, uint64_t target, uint64_t source,
-                    uint64_t bytes)
-{
+                    uint64_t bytes) {
     WITH_CONTEXT(device,
                  device->call.cuMemcpyAsync(target, source, bytes, (handle_t)(uintptr_t)stream));
 }
 
-/* -- host memory -------------------------------------------------------------------------------- */
+/* -- host memory --------------------------------------------------------------------------------
+ */
 
-int kvs_cuda_register(kvs_cuda *device, uint64_t address, uint64_t bytes)
-{
+int kvs_cuda_register(kvs_cuda *device, uint64_t address, uint64_t bytes) {
     struct guard guard;
     int result = enter(device, &guard);
     if (result) {
@@ -534,8 +505,7 @@ int kvs_cuda_register(kvs_cuda *device, uint64_t address, uint64_t bytes)
     return leave(device, &guard, result);
 }
 
-int kvs_cuda_unregister(kvs_cuda *device, uint64_t address)
-{
+int kvs_cuda_unregister(kvs_cuda *device, uint64_t address) {
     pthread_mutex_lock(&device->mutex);
     int found = -ENOENT;
     for (uint32_t i = 0; i < device->region_count && found; i++) {
@@ -552,8 +522,7 @@ int kvs_cuda_unregister(kvs_cuda *device, uint64_t address)
 }
 
 /* The device's address of a word in registered memory, 0 if it is in none. */
-static deviceptr_t device_address(kvs_cuda *device, uint64_t address)
-{
+static deviceptr_t device_address(kvs_cuda *device, uint64_t address) {
     deviceptr_t found = 0;
     pthread_mutex_lock(&device->mutex);
     for (uint32_t i = 0; i < device->region_count && !found; i++) {
@@ -566,11 +535,11 @@ static deviceptr_t device_address(kvs_cuda *device, uint64_t address)
     return found;
 }
 
-/* -- copies ------------------------------------------------------------------------------------- */
+/* -- copies -------------------------------------------------------------------------------------
+ */
 
 static int copy_loop(kvs_cuda *device, handle_t stream, const kvs_run *runs, uint64_t count,
-                     uint64_t *enqueued)
-{
+                     uint64_t *enqueued) {
     int result = 0;
     for (uint64_t i = 0; i < count && result == 0; i++) {
         result = device->call.cuMemcpyAsync(runs[i].target, runs[i].source, runs[i].bytes, stream);
@@ -582,8 +551,7 @@ static int copy_loop(kvs_cuda *device, handle_t stream, const kvs_run *runs, uin
 }
 
 static int copy_batch(kvs_cuda *device, handle_t stream, const kvs_run *runs, uint64_t count,
-                      uint64_t *enqueued)
-{
+                      uint64_t *enqueued) {
     deviceptr_t *targets = malloc(3 * BATCH_RUNS_MAX * sizeof *targets);
     if (!targets) {
         return -ENOMEM;
@@ -627,8 +595,7 @@ static int copy_batch(kvs_cuda *device, handle_t stream, const kvs_run *runs, ui
 /* One run, small runs, the legacy stream, no batch call: a loop of single copies is as good or the
    only way. Otherwise batches. */
 static int copy_runs(kvs_cuda *device, handle_t stream, const kvs_run *runs, uint64_t count,
-                     uint64_t *enqueued)
-{
+                     uint64_t *enqueued) {
     bool small = count > 0 && runs[0].bytes < device->min_dma;
     if (count <= 1 || small || stream == NULL || device->batch_copy == 0) {
         return copy_loop(device, stream, runs, count, enqueued);
@@ -636,8 +603,7 @@ static int copy_runs(kvs_cuda *device, handle_t stream, const kvs_run *runs, uin
     return copy_batch(device, stream, runs, count, enqueued);
 }
 
-static void count_pages(kvs_cuda *device, const kvs_pages *pages, uint64_t count, int to_device)
-{
+static void count_pages(kvs_cuda *device, const kvs_pages *pages, uint64_t count, int to_device) {
     uint64_t page_bytes = 0;
     for (uint64_t i = 0; i < pages->piece_count; i++) {
         page_bytes += pages->piece_bytes[i];
@@ -650,15 +616,13 @@ static void count_pages(kvs_cuda *device, const kvs_pages *pages, uint64_t count
 
 int kvs_cuda_copy(kvs_cuda *device, uint64_t stream, const kvs_pages *pages,
                   const int32_t *device_slots, const int32_t *host_slots, uint64_t count,
-                  int to_device, uint64_t *enqueued)
-{
+                  int to_device, uint64_t *enqueued) {
     *enqueued = 0;
     kvs_run *runs = malloc((count * pages->piece_count + 1) * sizeof *runs);
     if (!runs) {
         return -ENOMEM;
     }
-    uint64_t run_count =
-        kvs_pages_expand(pages, device_slots, host_slots, count, to_device, runs);
+    uint64_t run_count = kvs_pages_expand(pages, device_slots, host_slots, count, to_device, runs);
     struct guard guard;
     int result = enter(device, &guard);
     if (result == 0) {
@@ -685,8 +649,7 @@ struct scatter_args {
     int32_t slots[SCATTER_PAGES_MAX];
 };
 
-int kvs_cuda_upload_pieces(kvs_cuda *device, const kvs_pages *pages, uint64_t *address)
-{
+int kvs_cuda_upload_pieces(kvs_cuda *device, const kvs_pages *pages, uint64_t *address) {
     struct piece *table = malloc(pages->piece_count * sizeof *table);
     if (!table) {
         return -ENOMEM;
@@ -718,8 +681,7 @@ int kvs_cuda_upload_pieces(kvs_cuda *device, const kvs_pages *pages, uint64_t *a
 int kvs_cuda_copy_staged(kvs_cuda *device, uint64_t stream, const kvs_pages *pages, uint64_t pieces,
                          uint64_t staging, uint64_t staging_bytes, const int32_t *device_slots,
                          const int32_t *host_slots, uint64_t count, int to_device,
-                         uint64_t *enqueued)
-{
+                         uint64_t *enqueued) {
     *enqueued = 0;
     uint64_t page_bytes = 0;
     for (uint64_t i = 0; i < pages->piece_count; i++) {
@@ -781,39 +743,36 @@ int kvs_cuda_copy_staged(kvs_cuda *device, uint64_t stream, const kvs_pages *pag
     return result;
 }
 
-/* -- words -------------------------------------------------------------------------------------- */
+/* -- words --------------------------------------------------------------------------------------
+ */
 
-int kvs_cuda_wait_word(kvs_cuda *device, uint64_t stream, uint64_t word, uint64_t value, int bits)
-{
+int kvs_cuda_wait_word(kvs_cuda *device, uint64_t stream, uint64_t word, uint64_t value, int bits) {
     assert(bits == 32 || bits == 64);
     deviceptr_t address = device_address(device, word);
     handle_t handle = (handle_t)(uintptr_t)stream;
     if (!address) {
         return CODE_INVALID_VALUE;
     }
-    WITH_CONTEXT(device, bits == 64 ? device->call.cuStreamWaitValue64(handle, address, value,
-                                                                       WAIT_GEQ)
-                                    : device->call.cuStreamWaitValue32(handle, address,
-                                                                       (uint32_t)value, WAIT_GEQ));
+    WITH_CONTEXT(
+        device, bits == 64
+                    ? device->call.cuStreamWaitValue64(handle, address, value, WAIT_GEQ)
+                    : device->call.cuStreamWaitValue32(handle, address, (uint32_t)value, WAIT_GEQ));
 }
 
-int kvs_cuda_write_word(kvs_cuda *device, uint64_t stream, uint64_t word, uint64_t value)
-{
+int kvs_cuda_write_word(kvs_cuda *device, uint64_t stream, uint64_t word, uint64_t value) {
     deviceptr_t address = device_address(device, word);
     if (!address) {
         return CODE_INVALID_VALUE;
     }
-    WITH_CONTEXT(device, device->call.cuStreamWriteValue64((handle_t)(uintptr_t)stream, address,
-                                                           value, 0));
+    WITH_CONTEXT(device,
+                 device->call.cuStreamWriteValue64((handle_t)(uintptr_t)stream, address, value, 0));
 }
 
-uint64_t kvs_cuda_lane_word(kvs_cuda *device, uint32_t lane)
-{
+uint64_t kvs_cuda_lane_word(kvs_cuda *device, uint32_t lane) {
     return lane < SERVICE_LANES ? (uint64_t)(uintptr_t)device->service + 64 * lane : 0;
 }
 
-static bool idle_within(kvs_cuda *device, uint64_t stream, uint64_t timeout_ns)
-{
+static bool idle_within(kvs_cuda *device, uint64_t stream, uint64_t timeout_ns) {
     uint64_t begin = kvs_now_ns();
     int result;
     do {
@@ -822,8 +781,7 @@ static bool idle_within(kvs_cuda *device, uint64_t stream, uint64_t timeout_ns)
     return result == 0;
 }
 
-int kvs_cuda_probe_memops(kvs_cuda *device, int bits, uint64_t timeout_ns)
-{
+int kvs_cuda_probe_memops(kvs_cuda *device, int bits, uint64_t timeout_ns) {
     uint64_t stream = 0, rescue = 0;
     uint64_t word = (uint64_t)(uintptr_t)device->service + 64 * (SERVICE_LANES + (bits == 32));
     uint64_t value = ++device->probe_value;
@@ -858,10 +816,10 @@ int kvs_cuda_probe_memops(kvs_cuda *device, int bits, uint64_t timeout_ns)
     return result;
 }
 
-/* -- events ------------------------------------------------------------------------------------- */
+/* -- events -------------------------------------------------------------------------------------
+ */
 
-static kvs_cuda_event *event_make(kvs_cuda *device, handle_t handle, bool is_ours)
-{
+static kvs_cuda_event *event_make(kvs_cuda *device, handle_t handle, bool is_ours) {
     kvs_cuda_event *event = calloc(1, sizeof *event);
     if (event) {
         event->device = device;
@@ -873,13 +831,11 @@ static kvs_cuda_event *event_make(kvs_cuda *device, handle_t handle, bool is_our
     return event;
 }
 
-static int event_create(kvs_cuda *device, handle_t *handle)
-{
+static int event_create(kvs_cuda *device, handle_t *handle) {
     WITH_CONTEXT(device, device->call.cuEventCreate(handle, EVENT_DISABLE_TIMING));
 }
 
-kvs_cuda_event *kvs_cuda_event_new(kvs_cuda *device, int *error)
-{
+kvs_cuda_event *kvs_cuda_event_new(kvs_cuda *device, int *error) {
     pthread_mutex_lock(&device->mutex);
     kvs_cuda_event *event = device->free_events;
     if (event) {
@@ -898,18 +854,15 @@ kvs_cuda_event *kvs_cuda_event_new(kvs_cuda *device, int *error)
     return event;
 }
 
-kvs_cuda_event *kvs_cuda_event_wrap(kvs_cuda *device, uint64_t handle)
-{
+kvs_cuda_event *kvs_cuda_event_wrap(kvs_cuda *device, uint64_t handle) {
     return event_make(device, (handle_t)(uintptr_t)handle, false);
 }
 
-void kvs_cuda_event_retain(kvs_cuda_event *event)
-{
+void kvs_cuda_event_retain(kvs_cuda_event *event) {
     __atomic_add_fetch(&event->references, 1, __ATOMIC_RELAXED);
 }
 
-void kvs_cuda_event_free(kvs_cuda_event *event)
-{
+void kvs_cuda_event_free(kvs_cuda_event *event) {
     kvs_cuda *device = event->device;
     if (__atomic_sub_fetch(&event->references, 1, __ATOMIC_ACQ_REL) != 0) {
         return;
@@ -927,20 +880,17 @@ void kvs_cuda_event_free(kvs_cuda_event *event)
     release(device);
 }
 
-int kvs_cuda_event_record(kvs_cuda_event *event, uint64_t stream)
-{
-    WITH_CONTEXT(event->device, event->device->call.cuEventRecord(event->handle,
-                                                                  (handle_t)(uintptr_t)stream));
+int kvs_cuda_event_record(kvs_cuda_event *event, uint64_t stream) {
+    WITH_CONTEXT(event->device,
+                 event->device->call.cuEventRecord(event->handle, (handle_t)(uintptr_t)stream));
 }
 
-static int event_state(kvs_cuda *device, int result)
-{
+static int event_state(kvs_cuda *device, int result) {
     noted(device, result);
     return result == 0 ? 1 : result == CODE_NOT_READY ? 0 : -result;
 }
 
-int kvs_cuda_event_query(kvs_cuda_event *event)
-{
+int kvs_cuda_event_query(kvs_cuda_event *event) {
     kvs_cuda *device = event->device;
     struct guard guard;
     int result = enter(device, &guard);
@@ -950,21 +900,19 @@ int kvs_cuda_event_query(kvs_cuda_event *event)
     return event_state(device, leave(device, &guard, device->call.cuEventQuery(event->handle)));
 }
 
-int kvs_cuda_event_poll(kvs_cuda_event *event)
-{
+int kvs_cuda_event_poll(kvs_cuda_event *event) {
     return event_state(event->device, event->device->call.cuEventQuery(event->handle));
 }
 
-int kvs_cuda_wait_event(kvs_cuda_event *event, uint64_t stream)
-{
+int kvs_cuda_wait_event(kvs_cuda_event *event, uint64_t stream) {
     WITH_CONTEXT(event->device, event->device->call.cuStreamWaitEvent((handle_t)(uintptr_t)stream,
                                                                       event->handle, 0));
 }
 
-/* -- for the watch ------------------------------------------------------------------------------ */
+/* -- for the watch ------------------------------------------------------------------------------
+ */
 
-int kvs_cuda_thread_begin(kvs_cuda *device)
-{
+int kvs_cuda_thread_begin(kvs_cuda *device) {
     int mode = CAPTURE_RELAXED;
     int result = device->call.cuCtxSetCurrent(device->context);
     if (result == 0) {
@@ -973,17 +921,16 @@ int kvs_cuda_thread_begin(kvs_cuda *device)
     return noted(device, result);
 }
 
-int kvs_cuda_probe_error(kvs_cuda *device)
-{
+int kvs_cuda_probe_error(kvs_cuda *device) {
     int result = device->call.cuStreamQuery(device->service_stream);
     return kvs_device_code_is_sticky(noted(device, result)) ? result : 0;
 }
 
-/* -- kernels, host functions, measurements ------------------------------------------------------ */
+/* -- kernels, host functions, measurements ------------------------------------------------------
+ */
 
 int kvs_cuda_launch(kvs_cuda *device, uint64_t stream, const char *kernel, uint32_t blocks,
-                    uint32_t threads, const uint64_t *args, uint32_t arg_count)
-{
+                    uint32_t threads, const uint64_t *args, uint32_t arg_count) {
     void *parameters[16];
     assert(arg_count <= 16);
     if (!device->module) {
@@ -1011,16 +958,14 @@ struct host_post {
     uint64_t token;
 };
 
-static void post_from_driver(void *argument)
-{
+static void post_from_driver(void *argument) {
     struct host_post *post = argument;
     kvs_cq_post(post->queue, post->token, 0, KVS_FLAG_VERDICT | KVS_FLAG_END, 0);
     kvs_cq_release(post->queue);
     free(post);
 }
 
-int kvs_cuda_host_post(kvs_cuda *device, uint64_t stream, kvs_cq *queue, uint64_t token)
-{
+int kvs_cuda_host_post(kvs_cuda *device, uint64_t stream, kvs_cq *queue, uint64_t token) {
     struct guard guard;
     struct host_post *post = malloc(sizeof *post);
     int result = post ? enter(device, &guard) : -ENOMEM;
@@ -1038,8 +983,7 @@ int kvs_cuda_host_post(kvs_cuda *device, uint64_t stream, kvs_cq *queue, uint64_
     return leave(device, &guard, result);
 }
 
-int kvs_spin_until(uint64_t word, uint64_t value, uint64_t timeout_ns, uint64_t *seen_ns)
-{
+int kvs_spin_until(uint64_t word, uint64_t value, uint64_t timeout_ns, uint64_t *seen_ns) {
     uint64_t begin = kvs_now_ns(), now = begin;
     const uint64_t *flag = (const uint64_t *)(uintptr_t)word;
     while ((int64_t)(__atomic_load_n(flag, __ATOMIC_ACQUIRE) - value) < 0) {
@@ -1053,15 +997,14 @@ int kvs_spin_until(uint64_t word, uint64_t value, uint64_t timeout_ns, uint64_t 
 }
 
 int kvs_spin_pair(uint64_t first, uint64_t first_value, uint64_t second, uint64_t second_value,
-                  uint64_t timeout_ns, uint64_t *seen_ns)
-{
+                  uint64_t timeout_ns, uint64_t *seen_ns) {
     int result = kvs_spin_until(first, first_value, timeout_ns, &seen_ns[0]);
     return result ? result : kvs_spin_until(second, second_value, timeout_ns, &seen_ns[1]);
 }
 
 int kvs_cuda_gate_latency(kvs_cuda *device, uint64_t stream, uint64_t gate_word, uint64_t done_word,
-                          uint64_t first_value, uint32_t count, uint64_t hold_ns, uint64_t *out_ns)
-{
+                          uint64_t first_value, uint32_t count, uint64_t hold_ns,
+                          uint64_t *out_ns) {
     int result = 0;
     for (uint32_t i = 0; i < count && result == 0; i++) {
         uint64_t value = first_value + i, seen = 0;
@@ -1083,8 +1026,7 @@ int kvs_cuda_gate_latency(kvs_cuda *device, uint64_t stream, uint64_t gate_word,
 }
 
 int kvs_cuda_enqueue_cost(kvs_cuda *device, uint64_t stream, int call, uint64_t a, uint64_t b,
-                          uint32_t count, uint64_t *total_ns)
-{
+                          uint32_t count, uint64_t *total_ns) {
     int result = 0;
     kvs_cuda_event *event = kvs_cuda_event_new(device, &result);
     if (!event) {

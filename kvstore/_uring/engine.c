@@ -1,5 +1,7 @@
 /* The transfer table: what is open, what is known about it, and who is told.
 
+   A transfer is one page, so one bad sector costs one page (INV-115).
+
    Life of a transfer: FREE -> (SEALING ->) MOVING -> (CHECKING ->) FREE. `users` counts whoever
    may still touch its memory: pieces in the device and native work. A transfer ends, exactly once,
    when it has no user and nothing queued; only then is END posted (INV-113, INV-120). A deadline,

@@ -9,7 +9,8 @@
    head. Each queue is sorted by arrival, so only its head is looked at for age (INV-110).
 
    Once a piece is in the device its order is fixed. Everything here follows from that: few bytes
-   are let in, in total and per class, and the rest waits where it can still be reordered. */
+   are let in, in total and per class, and the rest waits where it can still be reordered; a read
+   that arrives behind a large write goes after at most one more write piece (INV-131). */
 #include "table.h"
 #include "uring.h"
 

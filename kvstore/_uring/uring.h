@@ -36,4 +36,9 @@ void kvs_cq_wake(kvs_cq *cq);
 
 uint32_t kvs_gates_words(const kvs_gates *gates);
 
+#if defined(__x86_64__)
+uint64_t kvs_xxh3_64_avx2(const void *data, uint64_t length);
+uint64_t kvs_xxh3_64_avx512(const void *data, uint64_t length);
+#endif
+
 #endif

@@ -47,8 +47,7 @@ struct kvs_watch {
     kvs_watch_counters counters;
 };
 
-static void relax(void)
-{
+static void relax(void) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -56,12 +55,12 @@ static void relax(void)
 #endif
 }
 
-static void finish(kvs_watch *watch, struct entry *entry, int code)
-{
+static void finish(kvs_watch *watch, struct entry *entry, int code) {
     __atomic_add_fetch(code ? &watch->counters.failed : &watch->counters.completed, 1,
                        __ATOMIC_RELAXED);
     __atomic_sub_fetch(&watch->counters.pending, 1, __ATOMIC_RELEASE);
-    kvs_cq_post(entry->queue, entry->token, code ? KVS_DEVICE_STATUS - code : 0, VERDICT_AND_END, 0);
+    kvs_cq_post(entry->queue, entry->token, code ? KVS_DEVICE_STATUS - code : 0, VERDICT_AND_END,
+                0);
     kvs_cq_release(entry->queue);
     if (entry->event) {
         kvs_cuda_event_free(entry->event);
@@ -70,8 +69,7 @@ static void finish(kvs_watch *watch, struct entry *entry, int code)
 }
 
 /* 1 passed, 0 pending, negative code. */
-static int look(const struct entry *entry)
-{
+static int look(const struct entry *entry) {
     if (entry->word) {
         uint64_t now = __atomic_load_n((uint64_t *)(uintptr_t)entry->word, __ATOMIC_ACQUIRE);
         return (int64_t)(now - entry->value) >= 0;
@@ -79,8 +77,7 @@ static int look(const struct entry *entry)
     return kvs_cuda_event_poll(entry->event);
 }
 
-static void take_in(kvs_watch *watch, struct entry *entry)
-{
+static void take_in(kvs_watch *watch, struct entry *entry) {
     struct lane *lane = NULL;
     for (uint32_t i = 0; i < watch->lane_count && entry->lane >= 0 && !lane; i++) {
         lane = watch->lanes[i]->id == entry->lane ? watch->lanes[i] : NULL;
@@ -102,14 +99,12 @@ static void take_in(kvs_watch *watch, struct entry *entry)
     lane->tail = &entry->next;
 }
 
-static void drop_lane(kvs_watch *watch, uint32_t index)
-{
+static void drop_lane(kvs_watch *watch, uint32_t index) {
     free(watch->lanes[index]);
     watch->lanes[index] = watch->lanes[--watch->lane_count];
 }
 
-static void fail_all(kvs_watch *watch, int code)
-{
+static void fail_all(kvs_watch *watch, int code) {
     while (watch->lane_count) {
         struct entry *entry = watch->lanes[0]->head;
         while (entry) {
@@ -122,8 +117,7 @@ static void fail_all(kvs_watch *watch, int code)
 }
 
 /* Looks once at each lane; returns how many entries passed, or a negative sticky code. */
-static int pass(kvs_watch *watch)
-{
+static int pass(kvs_watch *watch) {
     int done = 0;
     __atomic_add_fetch(&watch->counters.passes, 1, __ATOMIC_RELAXED);
     for (uint32_t i = 0; i < watch->lane_count;) {
@@ -148,8 +142,7 @@ static int pass(kvs_watch *watch)
 }
 
 /* Waits for an arrival, at most `sleep_ns`; 0: without limit. The mutex is held. */
-static void doze(kvs_watch *watch, uint64_t sleep_ns)
-{
+static void doze(kvs_watch *watch, uint64_t sleep_ns) {
     watch->sleeping = 1;
     if (sleep_ns == 0) {
         __atomic_add_fetch(&watch->counters.idle_waits, 1, __ATOMIC_RELAXED);
@@ -162,8 +155,7 @@ static void doze(kvs_watch *watch, uint64_t sleep_ns)
     watch->sleeping = 0;
 }
 
-static void *watch_main(void *argument)
-{
+static void *watch_main(void *argument) {
     kvs_watch *watch = argument;
     prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0);
     if (watch->device) {
@@ -231,8 +223,7 @@ static void *watch_main(void *argument)
     return NULL;
 }
 
-kvs_watch *kvs_watch_new(kvs_cuda *device, const kvs_watch_config *config)
-{
+kvs_watch *kvs_watch_new(kvs_cuda *device, const kvs_watch_config *config) {
     kvs_watch *watch = calloc(1, sizeof *watch);
     if (!watch) {
         return NULL;
@@ -255,8 +246,7 @@ kvs_watch *kvs_watch_new(kvs_cuda *device, const kvs_watch_config *config)
     return watch;
 }
 
-static int push(kvs_watch *watch, const struct entry *made)
-{
+static int push(kvs_watch *watch, const struct entry *made) {
     struct entry *entry = malloc(sizeof *entry);
     if (!entry) {
         return -ENOMEM;
@@ -285,8 +275,7 @@ static int push(kvs_watch *watch, const struct entry *made)
 }
 
 int kvs_watch_word(kvs_watch *watch, int32_t lane, uint64_t word, uint64_t value, kvs_cq *queue,
-                   uint64_t token)
-{
+                   uint64_t token) {
     assert(word && word % 8 == 0);
     struct entry entry = {
         .lane = lane, .word = word, .value = value, .queue = queue, .token = token};
@@ -294,14 +283,12 @@ int kvs_watch_word(kvs_watch *watch, int32_t lane, uint64_t word, uint64_t value
 }
 
 int kvs_watch_event(kvs_watch *watch, int32_t lane, kvs_cuda_event *event, kvs_cq *queue,
-                    uint64_t token)
-{
+                    uint64_t token) {
     struct entry entry = {.lane = lane, .event = event, .queue = queue, .token = token};
     return push(watch, &entry);
 }
 
-void kvs_watch_fail(kvs_watch *watch, int code)
-{
+void kvs_watch_fail(kvs_watch *watch, int code) {
     assert(code > 0);
     pthread_mutex_lock(&watch->mutex);
     if (!watch->error) {
@@ -311,8 +298,7 @@ void kvs_watch_fail(kvs_watch *watch, int code)
     pthread_mutex_unlock(&watch->mutex);
 }
 
-void kvs_watch_count(kvs_watch *watch, kvs_watch_counters *out)
-{
+void kvs_watch_count(kvs_watch *watch, kvs_watch_counters *out) {
     const kvs_watch_counters *in = &watch->counters;
     out->passes = __atomic_load_n(&in->passes, __ATOMIC_RELAXED);
     out->sleeps = __atomic_load_n(&in->sleeps, __ATOMIC_RELAXED);
@@ -322,8 +308,7 @@ void kvs_watch_count(kvs_watch *watch, kvs_watch_counters *out)
     out->pending = __atomic_load_n(&in->pending, __ATOMIC_RELAXED);
 }
 
-void kvs_watch_close(kvs_watch *watch)
-{
+void kvs_watch_close(kvs_watch *watch) {
     pthread_mutex_lock(&watch->mutex);
     watch->stopping = 1;
     pthread_cond_signal(&watch->arrived);

@@ -36,9 +36,22 @@ def check_state(tables: Transitions) -> None:
         _check_page(page)
     _require(len(pages) == tables.page_count, "INV-301", "a page was forgotten")
     _check_index(tables, pages)
+    wanted = set(_wanted_moves(pages))
     for move in tables.moves:
         _check_move(move)
+        is_known = move.is_detached or move in wanted
+        _require(is_known, "INV-515", "nobody wants a running move", move, move.page)
     _check_moves(tables)
+
+
+def _wanted_moves(pages: dict[Page, None]) -> Iterator[Move]:
+    """Yield the moves that bring bytes to a slot of a page, however indirectly."""
+    for page in pages:
+        for slot in page.slots:
+            move = slot.write
+            while move is not None and not move.is_detached:
+                yield move
+                move = move.source.write
 
 
 def _owned(pool: Pool) -> Iterator[Slot]:

@@ -496,6 +496,10 @@ class Transitions:
             self.end_move(move)  # the executor does not have it
         else:
             self.outbox.cancel.append(move)
+        self._detach_writer(source, page)
+
+    def _detach_writer(self, source: Slot, page: Page) -> None:
+        """Withdraw the write of a slot that its page neither owns nor reads any more."""
         if source.write is None or self._is_owned(source, page):
             return
         if not self._readers_of(page, source):
@@ -580,6 +584,7 @@ class Transitions:
         self._end_or_stall(move, is_stalled=is_stalled)
         if not self._primary_is_real(page):
             self._fall_back(page, is_lost=is_source_bad)
+        self._detach_writer(source, page)
 
     def _end_or_stall(self, move: Move, *, is_stalled: bool) -> None:
         """End the move; or, if it may never end, let nothing wait for its slots (INV-119)."""
@@ -587,9 +592,10 @@ class Transitions:
             self.end_move(move)
             return
         self.stalled_moves.add(move)
-        for slot in (move.source, move.target):
-            if move.source_fence in slot.outstanding() or slot.write is move:
-                slot.pool.stall(slot)
+        for used in (move.source, move.target):
+            slot = used.pool.handles[used.slot_id]  # a later handle of the slot inherits the use
+            if slot is not None and any(fence.is_stalled for fence in slot.outstanding()):
+                used.pool.stall(slot)
         for fence in (move.source_fence, move.target_fence):
             for dependent in list(fence.dependents or ()):
                 if isinstance(dependent, Move) and dependent.state in _WAITING:

@@ -42,22 +42,39 @@ class SimClient:
 
         self._launch(kernel, duration_ns)
 
-    def verify(self, session: Any, history: History, token_count: int) -> None:
-        """Enqueue the check of the first ``token_count`` tokens; `settle` raises what it finds."""
+    def verify(
+        self,
+        session: Any,
+        history: History,
+        token_count: int,
+        *,
+        into: list[BaseException] | None = None,
+    ) -> None:
+        """Enqueue the check of the first ``token_count`` tokens.
+
+        `settle` raises what it finds, unless it goes ``into`` a list of the caller.
+        """
         pools, now = self._tables(session), history.copy()
 
         def kernel() -> None:
             for group, pool, table in pools:
                 self.model.check(pool, group, table, now, token_count)
 
-        self._launch(kernel, 5_000)
+        self._launch(kernel, 5_000, into)
 
-    def _launch(self, kernel: Callable[[], None], duration_ns: int) -> None:
+    def _launch(
+        self,
+        kernel: Callable[[], None],
+        duration_ns: int,
+        into: list[BaseException] | None = None,
+    ) -> None:
+        found = self._errors if into is None else into
+
         def guarded() -> None:
             try:
                 kernel()
             except AssertionError as error:
-                self._errors.append(error)
+                found.append(error)
 
         self.stream.launch(guarded, duration_ns)
 

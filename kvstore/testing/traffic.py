@@ -30,25 +30,32 @@ from kvstore.testing.store import SimRig, check_balances
 #: What a request may meet and survive; anything else is a bug.
 EXPECTED = (OutOfPages, PagesLost, DeadlineError, TransferError, CapacityError, BusyError)
 STEP_S = 5e-4
-SALTS = (b"", b"tenant")
+SALTS = (b"", b"", b"", b"tenant")
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficSpec:
-    """How a run looks: ``requests`` in all, ``concurrency`` at once, block counts of prompts."""
+    """How a run looks: ``requests`` in all, ``concurrency`` at once, rates from 0 to 1.
+
+    ``gated_rate`` resumes behind the gate, ``fork_rate`` forks a session, ``resize_rate`` and
+    ``device_fault_rate`` change a tier's size and let a device call fail once in a while.
+    """
 
     requests: int = 20
     concurrency: int = 6
-    documents: int = 5
+    documents: int = 3
     document_blocks: int = 6
-    tail_tokens: int = 40
+    tail_tokens: int = 24
     turns: int = 4
     cancel_rate: float = 0.15
     prefetch_rate: float = 0.3
     suspend_rate: float = 0.5
     gated_rate: float = 0.0
+    fork_rate: float = 0.1
     resize_rate: float = 0.0
+    device_fault_rate: float = 0.0
+    again_rate: float = 0.5
 
 
 @final
@@ -69,9 +76,11 @@ class Traffic:
         self.client = SimClient(store, rig, config)
         self._random = Random(seed)
         self.activity = 0
+        self.gated = 0
         self.hits = 0
         self.refused = 0
         self.expected: dict[str, int] = {}
+        self._finished: list[tuple[bytes, list[int]]] = []
         block = config.block_tokens
         self._documents = [
             [self._random.randrange(1 << 16) for _ in range(spec.document_blocks * block)]
@@ -88,6 +97,7 @@ class Traffic:
         limiter = anyio.CapacityLimiter(self.spec.concurrency)
         async with anyio.create_task_group() as group:
             group.start_soon(self._step_for_ever)
+            group.start_soon(self._disturb)
             async with anyio.create_task_group() as requests:
                 for number in range(self.spec.requests):
                     seed = self._random.getrandbits(63)
@@ -111,8 +121,42 @@ class Traffic:
             await anyio.sleep(interval)
             interval = STEP_S if seen != self.activity else min(1.0, interval * 1.3)
             seen = self.activity
-            self.client.step()
+            self._step()
             self.check()
+
+    def _step(self) -> None:
+        try:
+            self.client.step()
+        except EXPECTED as error:
+            self.note(error)
+
+    async def _disturb(self) -> None:
+        """Change sizes and let device calls fail, as often as the spec says."""
+        spec, random = self.spec, self._random
+        if not spec.resize_rate and not spec.device_fault_rate:
+            return
+        while True:
+            await anyio.sleep(random.random() * 2e-2)
+            if random.random() < spec.device_fault_rate:
+                call = random.choice(["copy_pages", "wait_event", "notify_event", "wait_ticket"])
+                self.rig.device.inject(call, 1, nth=random.randrange(1, 4))
+            if random.random() < spec.resize_rate:
+                await self._resize(random)
+
+    async def _resize(self, random: Random) -> None:
+        config = self.config
+        sizes = {}
+        if config.host is not None:
+            sizes["host"] = config.host.host_cache_size
+        if config.disk is not None:
+            sizes["disk"] = config.disk.disk_cache_size
+        level = random.choice(list(sizes))
+        size = int(sizes[level] * random.choice([0.5, 0.75, 1.0, 1.5]))
+        try:
+            with anyio.move_on_after(1.0):
+                await self.store.resize(level, size)
+        except (*EXPECTED, ValueError) as error:
+            self.note(error)
 
     def check(self) -> None:
         """Check what must hold between any two turns of the loop."""
@@ -128,12 +172,19 @@ class Traffic:
         name = type(error).__name__
         self.expected[name] = self.expected.get(name, 0) + 1
 
-    def prompt(self, random: Random) -> list[int]:
-        """Return a document, cut somewhere, and a tail of its own."""
+    def prompt(self, random: Random) -> tuple[bytes, list[int]]:
+        """Return a salt and tokens: a finished request again, or a document, with a tail."""
+        own = [random.randrange(1 << 16) for _ in range(random.randrange(1, self.spec.tail_tokens))]
+        longest = self.client.config.block_tokens * self.spec.document_blocks
+        if self._finished and random.random() < self.spec.again_rate:
+            salt, tokens = random.choice(self._finished)
+            return salt, tokens[: longest + random.randrange(longest)] + own
         document = random.choice(self._documents)
-        cut = random.randrange(len(document) + 1)
-        own = random.randrange(1, self.spec.tail_tokens + 1)
-        return document[:cut] + [random.randrange(1 << 16) for _ in range(own)]
+        return random.choice(SALTS), document[: random.randrange(len(document) + 1)] + own
+
+    def finished(self, salt: bytes, tokens: list[int]) -> None:
+        """Remember a request that others may repeat, as a next turn of it would."""
+        self._finished.append((salt, tokens))
 
 
 @final
@@ -143,17 +194,18 @@ class _Request:
     def __init__(self, traffic: Traffic, random: Random) -> None:
         self.traffic = traffic
         self.random = random
-        self.salt = random.choice(SALTS)
+        self.salt, tokens = traffic.prompt(random)
         self.history = traffic.client.model.history(self.salt)
+        self.history.extend(tokens)
 
     async def run(self) -> None:
         """Run to the end, or to an error that a request may meet."""
         traffic, random = self.traffic, self.random
-        tokens = traffic.prompt(random)
-        self.history.extend(tokens)
         with anyio.move_on_after(self._patience()):
             async with traffic.store.session(
-                np.array(tokens), salt=self.salt, priority=random.choice([10, 35, 35, 60])
+                np.array(self.history.tokens),
+                salt=self.salt,
+                priority=random.choice([10, 35, 35, 60]),
             ) as session:
                 traffic.hits += session.cached_tokens
                 try:
@@ -168,24 +220,43 @@ class _Request:
 
     async def _turns(self, session: Any) -> None:
         spec, random = self.traffic.spec, self.random
-        computed = await self._resume(session)
-        computed = await self._advance(session, computed, len(self.history.tokens))
+        computed = await self.resume(session)
+        computed = await self.advance(session, computed, len(self.history.tokens))
         for _ in range(random.randrange(spec.turns)):
             if random.random() < spec.suspend_rate:
                 session.suspend(self.traffic.client.stream.record())
                 await anyio.sleep(random.random() * 5e-3)
                 if random.random() < spec.prefetch_rate:
                     await self._prefetch(session)
-                computed = await self._resume(session)
+                computed = await self.resume(session)
             more = [random.randrange(1 << 16) for _ in range(random.randrange(1, 24))]
             self.history.extend(more)
-            computed = await self._advance(session, computed, len(self.history.tokens))
+            computed = await self.advance(session, computed, len(self.history.tokens))
+            if random.random() < spec.fork_rate:
+                session.suspend(self.traffic.client.stream.record())  # no holding while waiting
+                await self._fork(session)
+                computed = await self.resume(session)
         await self.traffic.client.settle()
+        self.traffic.finished(self.salt, self.history.tokens.copy())
 
-    async def _resume(self, session: Any) -> int:
+    async def _fork(self, session: Any) -> None:
+        """Let a fork of the session go its own way for a while."""
+        twin = _Request.__new__(_Request)
+        twin.traffic, twin.random, twin.salt = self.traffic, self.random, self.salt
+        twin.history = self.history.copy()
+        async with session.fork() as fork:
+            twin.history.truncate(fork.history_tokens)
+            computed = await twin.resume(fork)
+            twin.history.extend([self.random.randrange(1 << 16) for _ in range(10)])
+            await twin.advance(fork, computed, len(twin.history.tokens))
+            fork.suspend(self.traffic.client.stream.record())
+
+    async def resume(self, session: Any) -> int:
         """Resume and check everything that came back; returns the tokens that are valid."""
         traffic, random = self.traffic, self.random
         traffic.activity += 1
+        if random.random() < traffic.spec.gated_rate:
+            return await self._resume_gated(session)
         wait = random.random() < 0.9
         deadline = random.choice([None, None, None, 0.5])
         restore = await session.resume(traffic.client.stream, wait=wait, deadline=deadline)
@@ -195,7 +266,27 @@ class _Request:
         await traffic.client.settle()
         return valid
 
-    async def _advance(self, session: Any, computed: int, total: int) -> int:
+    async def _resume_gated(self, session: Any) -> int:
+        """Resume behind the gate: the check is enqueued before anything has arrived."""
+        client = self.traffic.client
+        restore = await session.resume(client.stream, gated=True)
+        self.traffic.gated += restore.is_gated
+        found: list[BaseException] = []
+        client.verify(session, self.history, int(restore.valid_tokens), into=found)
+        try:
+            await restore.ready()
+        except PagesLost as error:
+            self.traffic.note(error)
+            await client.settle()
+            found.clear()  # what was computed from poison is void (INV-221)
+        valid = int(restore.valid_tokens)
+        client.verify(session, self.history, valid)
+        await client.settle()
+        if found:
+            raise found[0]
+        return valid
+
+    async def advance(self, session: Any, computed: int, total: int) -> int:
         """Grow, compute and commit up to ``total`` tokens; waits while the store is full."""
         traffic = self.traffic
         traffic.activity += 1
@@ -205,7 +296,7 @@ class _Request:
             traffic.refused += 1
             session.suspend(traffic.client.stream.record())
             await anyio.sleep(self.random.random() * 2e-2)
-            computed = await self._resume(session)
+            computed = await self.resume(session)
         else:
             raise OutOfPages("the request gave up")
         if computed < total:

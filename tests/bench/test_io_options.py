@@ -1,6 +1,9 @@
 """fio's options and job files: what they mean here, and how a mistake is reported."""
 
+from pathlib import Path
+
 import click.testing
+import kvstore_bench
 import pytest
 from kvstore_bench.cli import cli
 from kvstore_bench.jobfile import parse_command_line, parse_job_text
@@ -225,3 +228,10 @@ def test_help_lists_fio_options():
     assert 0 == result.exit_code
     for option in ("--rwmixread", "--bssplit", "--group_reporting", "--output-format"):
         assert option in result.output
+
+
+def test_shipped_job_file_parses():
+    """The example beside the package is a valid job file."""
+    path = Path(kvstore_bench.__file__).parent / "data" / "priorities.fio"
+    jobs, _ = parse_command_line(["--directory=/d", str(path)])
+    assert ["restore", "evict", "write-through"] == [job.name for job in jobs]

@@ -1,4 +1,4 @@
-"""``kvstore-bench io``, ``compare`` and ``mixed`` on real files and real engines, small and short."""
+"""``io``, ``compare`` and ``mixed`` on real files and real engines, small and short."""
 
 import json
 import os
@@ -13,12 +13,13 @@ from kvstore_bench.cli import cli
 from kvstore_bench.iofiles import is_written
 
 from kvstore._uring import open_engine
+from kvstore.errors import KVStoreError
 
 
 def is_refused():
     try:
         open_engine(kind="io_uring").close()
-    except Exception as error:
+    except KVStoreError as error:
         return str(error)
     return ""
 
@@ -115,9 +116,9 @@ def test_job_file_runs(tmp_path):
     """Fio's INI, two groups and a shared file."""
     path = tmp_path / "jobs.fio"
     path.write_text(
-        "[global]\ndirectory=%s\nsize=4m\nbs=64k\nioengine=threads\ndirect=0\nfilename=data\nmemory=small\n"
-        "[write]\nrw=write\n[read]\nstonewall\nrw=randread\niodepth=4\nnumjobs=2\ngroup_reporting\n"
-        % tmp_path
+        f"[global]\ndirectory={tmp_path}\nsize=4m\nbs=64k\nioengine=threads\ndirect=0\n"
+        "filename=data\nmemory=small\n[write]\nrw=write\n"
+        "[read]\nstonewall\nrw=randread\niodepth=4\nnumjobs=2\ngroup_reporting\n"
     )
     done = bench("io", str(path), "--output-format=json")
     write, read = json.loads(done.stdout)["jobs"]

@@ -151,14 +151,11 @@ def test_missed_deadlines_are_counted_and_the_job_goes_on(bench):
     assert 0 == job["error"]
 
 
-def test_background_above_the_cap_is_skipped_and_counted(bench, monkeypatch):
+def test_background_above_the_cap_is_skipped_and_counted(bench):
     """INV-111: what would exceed the cap is not issued."""
-    from kvstore.testing.engine import SimEngine
-
-    monkeypatch.setattr(
-        SimEngine, "background_room_bytes", lambda self: max(0, (2 << 20) - self._background_bytes)
+    (job,) = bench(
+        "--rw=write", "--bs=1m", "--iodepth=8", "--prio=background", "--background_bytes_max=2m"
     )
-    (job,) = bench("--rw=write", "--bs=1m", "--iodepth=8", "--prio=background")
     assert 0 < job["kvstore"]["classes"]["background"]["skips"]
     assert 16 << 20 == job["write"]["io_bytes"]
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import random
 
 import pytest
 from kvstore_bench.ablation import ablation_variants, interleave
 from kvstore_bench.costs import CostModel, default_time_scale
 from kvstore_bench.oracle import lru_hit_rate, lru_hits
-from kvstore_bench.results import percentile, summarize
+from kvstore_bench.results import WIDE, percentile, summarize, table
 from kvstore_bench.workload import agentic_workload
+from rich.console import Console
 
 
 def test_step_cost_is_linear():
@@ -70,6 +72,43 @@ def test_ablation_rows_and_their_order():
     fallback = ablation_variants("threads")
     assert {row.engine for row in fallback} == {"serial", "threads"}
     assert len(fallback) == 5
+
+
+def test_table_fits_and_names_the_rows():
+    """The wide table has medians and ranges in whole words, the narrow one fits 80 columns."""
+    middle = {
+        "requests_per_s": 49.61, "ttft_p50_s": 0.8523, "ttft_p90_s": 1.731, "hit_tokens": 0,
+        "ssd_bytes_written": 1427 << 20, "required_writes": 21494, "d2h_bytes": 1750 << 20,
+        "verified_pages": 33178, "loop_lag_max_s": 0.1754,
+    }  # fmt: skip
+    spread = {
+        name: {"min": value * 3 // 4, "median": value, "max": value * 5 // 4}
+        if isinstance(value, int)
+        else {"min": value * 0.75, "median": value, "max": value * 1.25}
+        for name, value in middle.items()
+    }
+    rows = [
+        {
+            "options": variant.options, "engine": variant.engine, "mismatches": 0,
+            "hit_tokens": {"device": 4.4e6, "host": 2.8e6, "disk": 9.7e6},
+            "range": spread,
+            "runs": [{"verified_pages": 7}] * 3,
+        }
+        for variant in ablation_variants()
+    ]  # fmt: skip
+    report = {
+        "rows": rows, "workload": {"name": "x", "requests": 9}, "sessions": 3, "repeats": 3,
+        "tiers": {"device": 1 << 20}, "time_scale": 0.5, "skipped": [],
+    }  # fmt: skip
+    wide, narrow = io.StringIO(), io.StringIO()
+    Console(file=wide, width=WIDE).print(table(report))
+    Console(file=narrow, width=80).print(table(report, is_wide=False))
+    assert "parallel I/O (io_uring)" in wide.getvalue()
+    assert "1070-1784" in wide.getvalue()
+    for name in ("device   host   disk", "verified", "loop lag", "required"):
+        assert name in wide.getvalue()
+    assert max(map(len, narrow.getvalue().splitlines())) <= 80
+    assert "+ inclusive" in narrow.getvalue()
 
 
 def test_lru_reference_by_hand():

@@ -405,3 +405,28 @@ async def test_c19_lost_device_publishes_all_tickets():
                     await session.resume(client.stream)
     assert 0 == rig.gate.open_count
     assert 0 == rig.engine.stats().classes[IoClass.READ].inflight_bytes
+
+
+async def test_c13_a_restore_that_needs_a_second_turn_does_not_block_the_queue():
+    """A page fails, the window moves, more pages are needed while another restore waits (INV-416).
+
+    The first restore gives its locks up while it waits; otherwise it would wait behind the second
+    one, and the second one for its slots, for ever.
+    """
+    groups = (PoolGroupConfig("full", 8192), PoolGroupConfig("local", 4096, window=16))
+    async with _open(sim_config(groups=groups, device_pages=8, host_pages=0)) as (_, client, rig):
+        await client.put(_tokens(6))
+        await client.put(_tokens(6, 5000))
+        await client.flood(16)
+        rig.faults.add("errno", errno.EIO, opcode=READ, file_id=0, nth=5)
+        found: dict[int, int] = {}
+
+        async def ask(base: int) -> None:
+            found[base] = await client.get(_tokens(6, base))
+
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as group:
+                group.start_soon(ask, 0)
+                group.start_soon(ask, 5000)
+        assert 1 == rig.faults.hit_count
+        assert {0: 5 * BLOCK, 5000: 6 * BLOCK} == found

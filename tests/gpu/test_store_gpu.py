@@ -50,7 +50,7 @@ async def _serve(store: Any, torch: Any, number: int, *, gated: bool) -> int:
         for block, page in enumerate(pages):
             want = pattern(f"{number}.{block}", PAGE_BYTES)
             assert np.array_equal(want, page.cpu().numpy())
-        while not session.try_grow(len(tokens)):  # noqa: ASYNC110
+        while not session.try_grow(len(tokens)):
             await asyncio.sleep(0)
         table = session.page_table("full")
         for block in range(cached, BLOCKS):

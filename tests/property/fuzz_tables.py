@@ -32,7 +32,7 @@ def run_round(seed: int, steps: int, check_every: int) -> TableModel:
                 model.drain()
         model.drain()
         model.finish()
-    except BaseException:
+    except Exception:
         print(f"round with seed {seed} failed after {len(names)} steps: {names[-12:]}")
         raise
     return model
@@ -50,6 +50,8 @@ def main() -> int:
     while done < options.steps:
         try:
             model = run_round(seed, options.round, options.check_every)
+        except KeyboardInterrupt:
+            break
         except Exception:
             traceback.print_exc()
             return 1

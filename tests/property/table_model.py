@@ -40,7 +40,7 @@ class Session:
         self.rows: list[list[Page | None]] = []
         self.committed = 0
         self.is_active = False
-        self.waiting: set[Page] = set()
+        self.waiting: dict[Page, None] = {}  # in order: a seed has to replay
         self.fences: list[Fence] = []
         self.last_write: dict[Page, str] = {}
 
@@ -240,7 +240,7 @@ class TableModel:
             if page not in session.waiting:
                 continue
             if page.is_ready and page.level == 0:
-                session.waiting.discard(page)
+                del session.waiting[page]
                 self.tables.lock([page])
                 if not session.waiting:
                     self._activated(session)
@@ -249,7 +249,7 @@ class TableModel:
 
     def _give_up(self, session: Session) -> None:
         """End a resume that failed: back to suspended, nothing leaked (INV-916)."""
-        waiting, session.waiting = session.waiting, set()
+        waiting, session.waiting = session.waiting, {}
         locked = [page for page in session.pages() if page not in waiting]
         self.tables.unlock([page for page in locked if page.lock_count], PASSED)
         others = {page for other in self.sessions for page in other.waiting}
@@ -401,7 +401,7 @@ class TableModel:
         wanted = [page for page in session.pages() if page not in fresh]
         resident = [page for page in wanted if page.level == 0 and page.is_ready]
         self.tables.lock(resident)
-        session.waiting = set(wanted) - set(resident)
+        session.waiting = dict.fromkeys(page for page in wanted if page not in resident)
         for page in session.waiting:
             assert page.is_restoring, page
         if not session.waiting:

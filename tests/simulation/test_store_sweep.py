@@ -37,6 +37,7 @@ def _config(random: Random) -> StoreConfig:
         disk["write_policy"] = random.choice(["all", "all", "selective"])
         disk["persist_mode"] = random.choice(["relaxed", "strict"])
     return sim_config(
+        check_invariants=random.random() < 0.3,  # after each turn; the steps check in any case
         groups=groups,
         device_pages=random.choice([12, 16, 24]),
         host_pages=host_pages,
@@ -66,6 +67,7 @@ async def _run(config: StoreConfig, spec: TrafficSpec, plan: FaultPlan, seed: in
         with anyio.fail_after(TIME_LIMIT):
             rig.faults.clear()
             rig.faults.release()
+            rig.device.clear_injected()
             await _come_to_rest(store, rig)
     rig.check_closed()
     return traffic
@@ -99,14 +101,35 @@ async def test_random_requests_without_faults(seed):
     assert "PagesLost" not in traffic.expected, traffic.expected
 
 
+async def _noted(config: StoreConfig, spec: TrafficSpec, plan: FaultPlan, seed: int) -> Traffic:
+    """As `_run`; a failure names the seed and the faults that were planned."""
+    faults = repr(plan)
+    try:
+        return await _run(config, spec, plan, seed)
+    except BaseException as error:
+        error.add_note(f"seed {seed}: {faults}")
+        raise
+
+
 async def test_random_requests_with_faults_and_cancels(seed):
     """Clients hang up, the disk misbehaves: misses, typed refusals, never a wrong page."""
     random = Random(seed)
     config = _config(random)
     plan = FaultPlan.random(random, rate=5, never=True)
-    faults = repr(plan)
-    try:
-        await _run(config, TrafficSpec(), plan, seed)
-    except BaseException as error:
-        error.add_note(f"seed {seed}: {faults}")
-        raise
+    await _noted(config, TrafficSpec(), plan, seed)
+
+
+async def test_random_gated_restores(seed):
+    """Restores behind the gate beside awaited ones, with faults: tickets all end (INV-204)."""
+    random = Random(seed)
+    config = _config(random)
+    plan = FaultPlan.random(random, rate=3, never=True)
+    await _noted(config, TrafficSpec(gated_rate=0.5), plan, seed)
+
+
+async def test_random_resizes_and_refused_device_calls(seed):
+    """Tiers grow and shrink under open sessions, and device calls fail: pages stay right."""
+    random = Random(seed)
+    config = _config(random)
+    spec = TrafficSpec(resize_rate=0.5, device_fault_rate=0.2)
+    await _noted(config, spec, FaultPlan(), seed)

@@ -165,7 +165,7 @@ def test_stats_file_is_replaced_whole_and_removed_at_the_end(tmp_path: Path) -> 
         async with anyio.create_task_group() as group:
             group.start_soon(jsonfile.write_stats, FakeStore(full_stats()), path)
             with anyio.fail_after(10):
-                while not path.exists():  # noqa: ASYNC110  the file is all there is to watch
+                while not path.exists():
                     await anyio.sleep(0.005)
             assert json.loads(path.read_text())["matched_tokens"] == 5
             group.cancel_scope.cancel()

@@ -96,7 +96,8 @@ def test_pieces_cover_the_transfer_exactly(io_class: IoClass, length: int) -> No
     ends = [0, *(piece.offset + piece.length for piece in pieces)]
     assert [piece.offset for piece in pieces] == ends[:-1]
     assert ends[-1] == 4 * KIB + length
-    assert pieces[0].length <= limit + 4 * KIB
+    assert pieces[0].length == min(limit + 4 * KIB, 4 * KIB + length)
+    assert all(piece.length == limit for piece in pieces[1:-1])
     assert all(piece.length <= limit for piece in pieces[1:])
 
 

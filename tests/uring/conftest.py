@@ -119,8 +119,9 @@ class Rig:
             self.gate = GateRing(64)
             self.engine = open_engine(self.config, kind=kind, gate=self.gate, **options)
             self.queue = CompletionQueue(loop)
+            self.slot_file_path = path / "rig.slots"
             self.slot_file = open_slot_file(
-                path / "rig.slots", self.slot_count * self.slot_bytes, direct=direct
+                self.slot_file_path, self.slot_count * self.slot_bytes, direct=direct
             )
             self.file_id = self.engine.register_file(
                 self.slot_file.direct_fd, self.slot_file.buffered_fd
@@ -159,7 +160,7 @@ class Rig:
         file_id: int | None = None,
     ) -> np.ndarray[Any, Any]:
         """One submission of a whole slot, sealed or verified by default."""
-        is_read = opcode is Opcode.READ
+        is_read = opcode == Opcode.READ
         record = np.zeros(1, SUBMISSION_DTYPE)
         record["address"] = (
             self.arena.address + (slot if memory is None else memory) * self.slot_bytes

@@ -273,7 +273,9 @@ class Session:
         self.arena.close()
 
 
-async def stress(transfers: int, seed: int, kinds: tuple[str, ...] = KINDS) -> dict[str, int]:
+async def stress(
+    transfers: int, seed: int, kinds: tuple[str, ...] = KINDS, *, report: bool = False
+) -> dict[str, int]:
     """Run sessions until ``transfers`` have ended; returns what happened."""
     ended = good = sessions = 0
     random = Random(seed)
@@ -285,6 +287,8 @@ async def stress(transfers: int, seed: int, kinds: tuple[str, ...] = KINDS) -> d
             finally:
                 await session.aclose()
             ended, good, sessions = ended + session.ended, good + session.good, sessions + 1
+            if report:
+                print(f"{sessions} sessions, {ended} transfers, {good} good", flush=True)
     return {"transfers": ended, "good": good, "sessions": sessions}
 
 
@@ -294,7 +298,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     started = time.perf_counter()
-    result = asyncio.run(stress(options.transfers, options.seed))
+    result = asyncio.run(stress(options.transfers, options.seed, report=True))
     result["seconds"] = round(time.perf_counter() - started)
     print(result)
     sys.exit(0)

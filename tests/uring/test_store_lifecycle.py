@@ -77,7 +77,7 @@ async def test_closing_returns_threads_and_descriptors(tmp_path: Path) -> None:
 
 
 async def test_leaving_with_open_sessions_closes_and_says_so(tmp_path: Path) -> None:
-    """INV-907: leaving always closes; a body that ended normally gets LogicError with the number."""
+    """INV-907: leaving always closes; a body that ended well gets LogicError with the number."""
     with pytest.raises(kvstore.LogicError, match="2 sessions"):
         async with kvstore.open_store(config(tmp_path)) as store:
             first, second = store.session([1] * 20), store.session([2] * 20)
@@ -112,8 +112,12 @@ async def test_a_second_close_does_nothing_and_calls_are_refused(tmp_path: Path)
     async with kvstore.open_store(config(tmp_path)) as store:
         await store.aclose()
         await store.aclose()
-        for call in (lambda: store.session([1]), lambda: store.probe([1]), store.step,
-                     store.available):
+        for call in (
+            lambda: store.session([1]),
+            lambda: store.probe([1]),
+            store.step,
+            store.available,
+        ):
             with pytest.raises(kvstore.StoreClosed):
                 call()
         with pytest.raises(kvstore.StoreClosed):
@@ -197,7 +201,7 @@ async def test_a_call_from_another_thread_is_refused(tmp_path: Path) -> None:
 
 
 async def test_a_file_that_cannot_be_closed_does_not_spare_the_others(tmp_path: Path) -> None:
-    """C28: a tier that raises while closing; the rest is closed, the error comes once, at the end."""
+    """C28: a tier that raises while closing; the rest is closed, the error comes once, at last."""
     with pytest.raises(OSError, match="injected"):
         async with kvstore.open_store(config(tmp_path)) as store:
             disk = store._disk
@@ -208,8 +212,9 @@ async def test_a_file_that_cannot_be_closed_does_not_spare_the_others(tmp_path: 
                 real(file)
                 raise OSError("injected")
 
-            disk._files = type("Files", (), {"close": staticmethod(close),
-                                             "unlock": disk._files.unlock})()
+            disk._files = type(
+                "Files", (), {"close": staticmethod(close), "unlock": disk._files.unlock}
+            )()
     async with kvstore.open_store(config(tmp_path)):
         pass  # lock, memory and engine were given back all the same
 
@@ -242,7 +247,12 @@ def run(body: str, path: Path, *flags: str, **options: Any) -> subprocess.Comple
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONASYNCIODEBUG": "1"}
     return subprocess.run(
         [sys.executable, "-W", "error", *flags, "-c", script, str(path / "kv")],
-        capture_output=True, text=True, timeout=60, check=False, env=environment, **options,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=environment,
+        **options,
     )
 
 
@@ -264,7 +274,9 @@ def test_keyboard_interrupt_closes_the_store(tmp_path: Path) -> None:
     """
     result = run(body, tmp_path)
     assert "interrupted" == result.stdout.strip(), result.stderr
-    assert "" == result.stderr
+    # a busy machine makes asyncio's debug mode name slow callbacks; anything else is a fault
+    faults = [line for line in result.stderr.splitlines() if not line.startswith("Executing <")]
+    assert [] == faults
     assert 0 == result.returncode
 
 

@@ -166,7 +166,7 @@ async def test_strict_counts_persistent_pages_after_their_sync(tmp_path: Path) -
         for number in range(8):
             await put(store, number)
         written = store.stats().moved_bytes["h2disk:required"] // PAGE_BYTES
-        while store.stats().persistent_pages < written:  # noqa: ASYNC110 - no event for it
+        while store.stats().persistent_pages < written:
             await kvstore_turn()
         assert written == store.stats().persistent_pages
 

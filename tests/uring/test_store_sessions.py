@@ -237,7 +237,7 @@ async def test_a_prefetch_is_awaited_used_and_bounded(tmp_path: Path) -> None:
 
 
 async def test_fork_shares_the_committed_blocks(tmp_path: Path) -> None:
-    """n > 1 sampling: the fork holds the same blocks, and diverges without touching its twin."""
+    """N > 1 sampling: the fork holds the same blocks, and diverges without touching its twin."""
     async with kvstore.open_store(config(tmp_path, device=12)) as store:
         async with store.session(tokens_of(1)) as session:
             await session.resume()
@@ -276,7 +276,9 @@ async def test_calls_in_the_wrong_state_do_nothing(tmp_path: Path) -> None:
     async with kvstore.open_store(config(tmp_path)) as store:
         session = store.session(tokens_of(1))
         for call in (
-            lambda: session.try_grow(8), lambda: session.commit([1]), session.suspend,
+            lambda: session.try_grow(8),
+            lambda: session.commit([1]),
+            session.suspend,
             lambda: session.page_table("full"),
         ):
             with pytest.raises(kvstore.LogicError, match="suspended"):
@@ -368,26 +370,83 @@ async def test_a_shrink_that_held_pages_do_not_survive_is_refused(tmp_path: Path
             await session.aclose()
 
 
+def two_groups(path: Path) -> kvstore.StoreConfig:
+    """Return a store with two layer groups and named files, so that a restart starts on disk."""
+    groups = (
+        kvstore.PoolGroupConfig("full", page_bytes=PAGE_BYTES),
+        kvstore.PoolGroupConfig("late", page_bytes=PAGE_BYTES),
+    )
+    return kvstore.StoreConfig(
+        block_tokens=BLOCK,
+        pool_groups=groups,
+        device=kvstore.DeviceTierConfig(gpu_cache_size=2 * 32 * PAGE_BYTES),
+        host=kvstore.HostTierConfig(host_cache_size=2 * 16 * SLOT_BYTES),
+        disk=kvstore.DiskTierConfig(
+            disk_cache_size=2 * 64 * SLOT_BYTES, disk_cache_path=str(path / "kv")
+        ),
+        fingerprint="model",
+        check_invariants=True,
+    )
+
+
 async def test_gated_restores_arrive_and_are_counted(tmp_path: Path) -> None:
-    """INV-202, INV-811: enqueued behind a ticket, verified, committed; the ticket is published."""
-    async with kvstore.open_store(config(tmp_path, device=12)) as store:
-        for number in range(10):
+    """INV-202, INV-811: one ticket per layer group, queued behind the gate, verified, committed."""
+    async with kvstore.open_store(two_groups(tmp_path)) as store:
+        for number in range(4):
             await put(store, number)
+        await store.aclose(flush=True)
+    async with kvstore.open_store(two_groups(tmp_path)) as store:
+        await store.recovered()
         stream = store.stream()
-        for number in range(6):
+        for number in range(4):
             async with store.session(tokens_of(number)) as session:
                 restore = await session.resume(stream, gated=True)
+                assert restore.is_gated
+                assert not restore.is_done
                 restore.wait_group("full", stream)
+                await restore.ready("full")
                 await restore.ready()
-                restore.raise_for_status()
                 assert restore.is_done
                 check(store, session, number, 4)
                 await session.grow(5 * BLOCK)
                 session.commit([5] * BLOCK)
         assert store.gate is not None
         gate = store.gate.stats()
-        assert gate.taken == gate.published_good == 6
-        assert 0 == gate.open == gate.parked_streams
+        assert 8 == gate.taken == gate.published_good
+        assert 0 == gate.open == gate.parked_streams == store.stats().gate_await_fallbacks
+
+
+async def test_a_failed_read_behind_the_gate_voids_the_step(tmp_path: Path) -> None:
+    """INV-219 to INV-221: the session learns the first bad block; its tokens stay uncommitted."""
+    async with kvstore.open_store(two_groups(tmp_path)) as store:
+        await put(store, 1)
+        await store.aclose(flush=True)
+    path = tmp_path / "kv" / "late.0.slots"
+    with path.open("r+b") as file:
+        for slot in range(64):
+            file.seek(4096 + slot * SLOT_BYTES)
+            header = file.read(208)
+            if header[:8] == b"KVSTSLOT" and int.from_bytes(header[112:120], "little") == 2:
+                file.seek(4096 + slot * SLOT_BYTES + 5000)
+                file.write(b"damage")
+    async with kvstore.open_store(two_groups(tmp_path)) as store:
+        await store.recovered()
+        stream = store.stream()
+        async with store.session(tokens_of(1)) as session:
+            restore = await session.resume(stream, gated=True)
+            assert restore.is_gated
+            assert session.try_grow(5 * BLOCK)
+            with pytest.raises(kvstore.PagesLost) as caught:
+                await restore.ready()
+            assert 2 * BLOCK == caught.value.first_failed_token  # type: ignore[attr-defined]
+            assert [("late", 2)] == restore.failed_pages
+            with pytest.raises(kvstore.PagesLost):
+                session.commit([5] * BLOCK)
+            assert 2 * BLOCK == session.history_tokens == restore.valid_tokens
+            session.suspend()
+            (await session.resume()).raise_for_status()
+            check(store, session, 1, 2)
+        assert 2 * BLOCK == store.probe(tokens_of(1))
 
 
 async def test_gate_busy_falls_back_to_await(tmp_path: Path) -> None:

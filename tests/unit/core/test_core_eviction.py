@@ -124,3 +124,19 @@ def test_the_whole_store_works_under_the_scan_resistant_policy(make: Any) -> Non
     driver.tables.clear()
     driver.pump()
     assert [driver.stats(level).ready for level in range(3)] == [4, 4, 8]
+
+
+def test_recovered_pages_leave_first_under_the_scan_resistant_policy(
+    make: Any, block_key: Any
+) -> None:
+    """INV-921, INV-409: nobody has used them in this life."""
+    driver = make(2, None, 4, groups=S3)
+    driver.put("a", 2)
+    driver.tables.apply(driver.tables.plan_trim(0, (2,)))
+    driver.pump()
+    driver.finish_all()
+    free = next(slot for slot in range(4) if driver.tables.pools[1][0].handles[slot] is None)
+    driver.tables.recover(0, free, block_key("r", 0), block_key("r", -1), 0, 1)
+    driver.pump()
+    plan = driver.tables.plan_trim(1, (2,))
+    assert [page.key for page in plan.groups[0].drops] == [block_key("r", 0)]

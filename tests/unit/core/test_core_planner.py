@@ -301,7 +301,7 @@ def test_growing_leaves_the_session_alone_if_it_is_refused(make: Any) -> None:
 
 
 def test_one_flight_serves_all_who_want_a_page(make: Any) -> None:
-    """INV-326, INV-327: a second restore joins; abandoning needs nobody left."""
+    """INV-326, INV-327, INV-336: the second joins the page's transfer; each has its own hold."""
     driver = make(2, 2, None)
     driver.put("a", 1)
     driver.put("b", 2)
@@ -398,3 +398,33 @@ def test_flush_writes_committed_pages_to_ready_disk_slots(make: Any) -> None:
     driver.finish_all()
     assert driver.slots_of("a", 0) == [0, 1]
     assert driver.tables.plan_flush().is_empty
+
+
+def test_held_newcomer_outranks_a_reserved_shadow(make: Any) -> None:
+    """INV-414, INV-517, INV-412: with nothing free below, a droppable page gives up its shadow."""
+    driver = make(3, 2, 1, keep_host=True)
+    blocker = driver.fill("k", 1).suspend()
+    for level in (0, 1):
+        driver.tables.apply(
+            driver.tables.plan_trim(level, (driver.spec.levels[level].slot_counts[0],))
+        )
+        driver.pump()
+        driver.finish_all()
+    assert driver.levels("k", 1) == [2]
+    driver.put("d", 2)
+    driver.tables.apply(driver.tables.plan_trim(0, (3,)))
+    driver.pump()
+    driver.finish_all()
+    driver.get("d", 2)
+    assert driver.stats(1).copies == 2
+    held = driver.fill("h", 1).suspend()
+    plan = driver.tables.plan_grow((3,))
+    assert isinstance(plan, Plan)
+    assert [page.key for page in plan.groups[0].drops] == [driver.page("d", 1).key]
+    driver.tables.apply(plan)
+    driver.pump()
+    driver.finish_all()
+    assert (driver.levels("h", 1), driver.levels("k", 1)) == ([1], [2])
+    assert driver.levels("d", 2) == [1, None]
+    held.close()
+    blocker.close()

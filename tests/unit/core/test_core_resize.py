@@ -9,7 +9,7 @@ import pytest
 from kvstore.config import Tier
 from kvstore.core.page import MoveKind, PageState
 from kvstore.core.planner import Plan, Refusal
-from kvstore.core.spec import LevelSpec
+from kvstore.core.spec import GroupSpec, LevelSpec, TablesSpec
 from kvstore.errors import ConfigError, LogicError
 
 
@@ -233,3 +233,22 @@ def test_a_commit_adopts_recovered_children(make: Any, block_key: Any) -> None:
     driver.put("a", 1)
     assert driver.tables.recovery_done() == 0
     assert driver.tables.match([block_key("a", 0), block_key("a", 1)]).block_count == 2
+
+
+def test_impossible_shapes_are_refused() -> None:
+    """INV-132, INV-905: levels in another order, or without a count for each group."""
+    one = (GroupSpec(name="full"),)
+    device = LevelSpec(tier=Tier.DEVICE, slot_counts=(1,))
+    disk = LevelSpec(tier=Tier.DISK, slot_counts=(1,))
+    for levels in ((), (disk,), (disk, device), (device, device)):
+        with pytest.raises(ValueError, match="levels"):
+            TablesSpec(groups=one, levels=levels, block_tokens=4)
+    with pytest.raises(ValueError, match="slot_counts"):
+        TablesSpec(groups=one * 2, levels=(device,), block_tokens=4)
+
+
+def test_flush_without_a_disk_tier_is_empty(make: Any) -> None:
+    """INV-926: there is nowhere to write to."""
+    driver = make(2, 2, None)
+    driver.put("a", 2)
+    assert driver.tables.plan_flush().is_empty

@@ -1,0 +1,117 @@
+"""A lost device, a broken rule, a stopped engine: the store stops, says so, and still closes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+import kvstore
+from kvstore.devices.base import CODE_LAUNCH_FAILED
+from kvstore.testing import FaultPlan, SimClient, SimRig, sim_config
+
+BLOCK = 8
+TOKENS = list(range(4 * BLOCK))
+
+
+@contextlib.asynccontextmanager
+async def opened(**options: Any) -> AsyncIterator[tuple[Any, SimClient, SimRig]]:
+    """Open a small store."""
+    config = sim_config(device_pages=8, host_pages=8, disk_pages=96, block_tokens=BLOCK, **options)
+    rig = SimRig.create(config, faults=FaultPlan())
+    async with rig.open(config) as store:
+        yield store, SimClient(store, rig, config), rig
+    rig.check_closed()
+
+
+@pytest.mark.parametrize("moment", ["idle", "restoring", "evicting"])
+async def test_a_sticky_device_error_fails_the_store(moment: str) -> None:
+    """INV-917, INV-924: each call raises StoreFailed, waiters end, and closing still works."""
+    outcomes: list[str] = []
+    async with opened() as (store, client, rig):
+        await client.put(TOKENS)
+        await client.flood(24)
+
+        async def wait(session: Any) -> None:
+            try:
+                await session.resume(client.stream)
+            except kvstore.StoreFailed:
+                outcomes.append("failed")
+
+        async with anyio.create_task_group() as group:
+            session = client.session(TOKENS)
+            if moment == "restoring":
+                group.start_soon(wait, session)
+                await anyio.sleep(1e-5)
+            if moment == "evicting":
+                other = client.session(list(range(9000, 9000 + 8 * BLOCK)))
+                await other.resume()
+                other.try_grow(8 * BLOCK)
+                await anyio.lowlevel.checkpoint()
+                other.close()
+            rig.device.fail(CODE_LAUNCH_FAILED)
+            await anyio.sleep(0.1)
+            if moment == "idle":
+                with contextlib.suppress(kvstore.KVStoreError):
+                    await session.resume(client.stream)
+                await anyio.sleep(0.1)
+        assert "failed" == store.health()
+        for call in (lambda: store.session(TOKENS), lambda: store.probe(TOKENS), store.step):
+            with pytest.raises(kvstore.StoreFailed):
+                call()
+        assert ["failed"] * (moment == "restoring") == outcomes
+        session.close()
+
+
+async def test_a_broken_rule_fails_the_store_and_not_the_loop() -> None:
+    """INV-917: a bug in a completion stops this store; other tasks of the loop go on."""
+    async with opened() as (store, client, _rig):
+        await client.put(TOKENS)
+
+        def broken(_move: Any) -> None:
+            raise kvstore.InvariantError("injected")
+
+        store.tables.move_done = broken
+        with contextlib.suppress(kvstore.KVStoreError):
+            await client.flood(8)
+        with pytest.raises(kvstore.StoreFailed, match="injected"):
+            store.session(TOKENS)
+        del store.tables.move_done
+
+
+async def test_an_engine_that_stops_fails_transfers_and_nothing_hangs() -> None:
+    """INV-113: a submission refused by a stopping engine is a failed transfer for its pages."""
+    async with opened() as (_store, client, rig):
+        await client.put(TOKENS)
+        await client.flood(24)
+        await rig.engine.aclose()
+        assert 0 == await client.get(TOKENS)
+
+
+async def test_the_watchdog_names_an_open_ticket_and_publishes_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """INV-223: after the limit the oldest unpublished ticket is logged; it stays unpublished."""
+    io = {"watchdog": 1.0, "deadline": 10.0}
+    async with opened(io=io, keep_disk=True) as (store, client, rig):
+        await client.put(TOKENS)
+        await client.flood(24)
+        async with client.session(TOKENS) as session:
+            await session.resume(client.stream)
+            session.suspend(client.stream.record())
+        assert store.gate is not None
+        lease = store.take_gate(None)
+        assert lease is not None
+        tickets = lease.reserve([1])
+        assert tickets is not None
+        with caplog.at_level(logging.WARNING, "kvstore.store"):
+            await anyio.sleep(3.5)
+        assert tickets[0].status is None
+        assert any("unpublished" in record.message for record in caplog.records)
+        lease.end(tickets)
+        assert 0 == rig.gate.open_count
