@@ -39,6 +39,7 @@ from kvstore.core.tables import PASSED, Match, Refusal, Tables
 from kvstore.devices.base import Device, DevicePool, Stream
 from kvstore.errors import (
     ConfigError,
+    DeviceError,
     GateBusy,
     KVStoreError,
     LogicError,
@@ -311,6 +312,7 @@ class KVStore:
         self._granted: dict[Fence, None] = {}
         self._drains: list[Drain] = []
         self._unfenced: list[Fence] = []
+        self._unnotified: list[Fence] = []
         self._gated_busy: dict[int, float] = {}  # stream -> since when
         self._matched: dict[str, int] = {}
         self._matched_total = 0
@@ -746,8 +748,11 @@ class KVStore:
         """
         self.check_open()
         closed = self.tables.rotate_step_fence()
+        unnotified, self._unnotified = self._unnotified, []
+        for one in unnotified:
+            self._bind_fence(one, one.event)
         older, self._unfenced = self._unfenced, []
-        if fence is None and self.device.caps.kind == "cuda":
+        if fence is None and not self.device.none_fence_has_passed:
             for one in older:  # the step after theirs has ended by now
                 self.tables.fence_passed(one)
             self._unfenced = [closed]
@@ -765,7 +770,7 @@ class KVStore:
     def fence(self, event: Any) -> Fence | None:
         """Turn a caller's fence into one of the tables; `PASSED` on the CPU device for None."""
         if event is None:
-            return None if self.device.caps.kind == "cuda" else PASSED
+            return PASSED if self.device.none_fence_has_passed else None
         fence = self.tables.new_fence()
         self._bind_fence(fence, event)
         return fence
@@ -779,9 +784,13 @@ class KVStore:
             self.tables.fence_passed(fence)
             return
         self.tables.fence_enqueued(fence, wrapped)
-        self._device_tier.notify_event(
-            wrapped, lambda status, *_: self._fence_passed(fence, status)
-        )
+        try:
+            self._device_tier.notify_event(
+                wrapped, lambda status, *_: self._fence_passed(fence, status)
+            )
+        except DeviceError as error:
+            self._unnotified.append(fence)  # or its slots would drain for ever
+            self._refused("notification of a fence", error)
 
     def _fence_passed(self, fence: Fence, status: int) -> None:
         if status:
@@ -802,10 +811,20 @@ class KVStore:
         self._granted.update(dict.fromkeys(still_open))
         if any(stream is None or fence.event is None for fence in still_open):
             return False
-        for event in {id(fence.event): fence.event for fence in still_open}.values():
-            assert stream is not None and event is not None
-            stream.wait_event(event)
+        try:
+            for event in {id(fence.event): fence.event for fence in still_open}.values():
+                assert stream is not None and event is not None
+                stream.wait_event(event)
+        except DeviceError as error:
+            self._refused("wait for a fence", error)
+            return False
         return True
+
+    def _refused(self, what: str, error: DeviceError) -> None:
+        """A device call was refused: that is this call's trouble, unless the device is lost."""
+        logger.warning("%s refused: %s", what, error)
+        if getattr(error, "is_sticky", False):
+            self.fail(error)
 
     # The gate.
 
@@ -1397,7 +1416,7 @@ def _make_arena(length: int, slab_bytes: int, numa_node: int | None) -> Arena:
 
 @final
 class Drain:
-    """What `KVStore.step` returns: done when the slots granted before it are drained."""
+    """What `KVStore.step` returns: done when the slots asked for before it are drained."""
 
     __slots__ = ("_error", "_fences", "_future", "_loop")
 

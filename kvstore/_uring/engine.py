@@ -168,6 +168,11 @@ class NativeEngine:
     def _start_error(self, code: int) -> KVStoreError:
         return EngineError(f"{self.name} engine: cannot start: {os.strerror(code)}", errno=code)
 
+    @property
+    def gate(self) -> GateRing | None:
+        """The gate words the reactor publishes; stores that share the engine share them."""
+        return self._gate
+
     # -- the handle, and who may use it -------------------------------------------------------
 
     @property

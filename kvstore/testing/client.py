@@ -100,15 +100,13 @@ class SimClient:
         return self.store.step(self.stream.record())
 
     async def grow(self, session: Any, tokens_total: int) -> bool:
-        """Grow a session, and wait until the slots it was given are drained.
-
-        The kernels that use them may be launched afterwards.
+        """Grow a session, and make sure that the slots it was given are drained before they are
+        used: by the order of its stream, or by waiting here.
         """
         while not session.try_grow(tokens_total):
             if not session.is_growing:
                 return False
             await self.step()
-        await self.step()
         return True
 
     # -- whole requests ---------------------------------------------------------------------------

@@ -233,6 +233,8 @@ class _Request:
             self.history.extend(more)
             computed = await self.advance(session, computed, len(self.history.tokens))
             if random.random() < spec.fork_rate:
+                await self._fork_beside(session)
+            elif random.random() < spec.fork_rate:
                 session.suspend(self.traffic.client.stream.record())  # no holding while waiting
                 await self._fork(session)
                 computed = await self.resume(session)
@@ -250,6 +252,26 @@ class _Request:
             twin.history.extend([self.random.randrange(1 << 16) for _ in range(10)])
             await twin.advance(fork, computed, len(twin.history.tokens))
             fork.suspend(self.traffic.client.stream.record())
+
+    async def _fork_beside(self, session: Any) -> None:
+        """Let a fork run while the session stays active: it may be refused, but never waits."""
+        client = self.traffic.client
+        history = self.history.copy()
+        async with session.fork() as fork:
+            history.truncate(fork.history_tokens)
+            try:
+                valid = await client.resume(fork, history, wait=False)
+            except OutOfPages as error:
+                self.traffic.note(error)
+                return
+            history.truncate(valid)
+            history.extend([self.random.randrange(1 << 16) for _ in range(10)])
+            if not await client.grow(fork, len(history.tokens)):
+                return
+            client.compute(fork, history, valid)
+            fork.commit(np.array(history.tokens[valid:]))
+            client.verify(fork, history, len(history.tokens))
+            fork.suspend(client.stream.record())
 
     async def resume(self, session: Any) -> int:
         """Resume and check everything that came back; returns the tokens that are valid."""

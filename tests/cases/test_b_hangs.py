@@ -62,6 +62,7 @@ async def test_c13_a_failed_call_leaves_nothing_locked(call, nth):
         with contextlib.suppress(KVStoreError, AssertionError):
             await client.get(_tokens(4))
         rig.device.clear_injected()
+        client.step()
         with anyio.fail_after(1):
             await client.put(_tokens(2, 7000))
             assert 2 * BLOCK == await client.get(_tokens(2, 7000))
