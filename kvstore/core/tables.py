@@ -87,6 +87,7 @@ class Tables(Transitions):
         self._check_counts(pages, "hold_count")
         self.version += 1
         self._stamp = stamp = self._stamp + 1
+        unheld: list[Page] = []
         for page in reversed(pages):
             if page is None:
                 continue
@@ -99,7 +100,10 @@ class Tables(Transitions):
                 and not page.lock_count
                 and (page.state is not PageState.COMMITTED or page.is_restoring)
             ):
-                self.settle_unheld(page)
+                unheld.append(page)
+        # After the batch and root first: a withdrawn page goes below its parent (INV-324).
+        for page in reversed(unheld):
+            self.settle_unheld(page)
 
     def lock(self, pages: Sequence[Page | None]) -> None:
         """Take one lock on each page; a locked page stays on the device tier (INV-309).
