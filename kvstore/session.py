@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Awaitable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -26,7 +26,7 @@ from kvstore._uring.base import DEADLINE, OK
 from kvstore.core.page import Page, PageState
 from kvstore.core.slots import Fence
 from kvstore.core.tables import PASSED, Applied, Plan, Refusal, Tables
-from kvstore.devices.base import Stream
+from kvstore.devices.base import Device, Stream
 from kvstore.errors import DeadlineError, EngineError, LogicError, OutOfPages, PagesLost
 from kvstore.executor import RETRY, Executor, Flight, Gated
 from kvstore.gate import GateTicket
@@ -60,6 +60,7 @@ class StoreServices(Protocol):
     """What a session needs of its store; `KVStore` provides it."""
 
     config: cfg.StoreConfig
+    device: Device
     tables: Tables
     executor: Executor
     restores: RestoreQueue
@@ -77,8 +78,15 @@ class StoreServices(Protocol):
         """Wrap a caller's stream; None is the store's default stream."""
         ...
 
-    def grant(self, stream: Stream | None, fences: Sequence[Fence]) -> None:
-        """Let the stream wait until freshly granted slots are drained (INV-338, INV-417)."""
+    def grant(self, stream: Stream | None, fences: Sequence[Fence]) -> bool:
+        """Let the stream wait until freshly granted slots are drained (INV-338, INV-417).
+
+        False: no stream can wait for one of them yet; the awaitable of the next step covers it.
+        """
+        ...
+
+    def step(self, fence: Any = None) -> Awaitable[None]:
+        """Close a scheduler step; the result is done when the granted slots are drained."""
         ...
 
     def fence(self, event: Any) -> Fence | None:

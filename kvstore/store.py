@@ -827,7 +827,8 @@ class KVStore:
             return False
         try:
             for event in {id(fence.event): fence.event for fence in still_open}.values():
-                assert stream is not None and event is not None
+                assert stream is not None
+                assert event is not None
                 stream.wait_event(event)
         except DeviceError as error:
             self._refused("wait for a fence", error)
