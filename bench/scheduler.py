@@ -338,8 +338,10 @@ class Scheduler:
             self._changed.clear()
             batch, prefill, decoding, burst = self._form_batch()
             if not batch:
-                # Nothing to do, or growth is waiting for pages that are still being restored.
-                if self._ready:
+                # Nothing to do, or growth is waiting for slots to drain or pages to be restored.
+                if any(flow.session.is_growing for flow in self._ready):
+                    await self.store.step(None)
+                elif self._ready:
                     await asyncio.sleep(STUCK_POLL_S)
                 else:
                     await self._changed.wait()
@@ -372,6 +374,8 @@ class Scheduler:
             else:
                 continue
             if not self._grow(flow, flow.position + count):
+                if flow.session.is_growing:
+                    continue  # its slots are being drained
                 break
             if flow.is_decoding:
                 decoding, burst = decoding + 1, max(burst, count)
@@ -394,6 +398,8 @@ class Scheduler:
 
     def _grow(self, flow: Flow, tokens_total: int) -> bool:
         while not flow.session.try_grow(tokens_total):
+            if flow.session.is_growing:
+                return False
             younger = [other for other in self._ready if other.age > flow.age]
             if not younger:
                 return False

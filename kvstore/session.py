@@ -531,7 +531,10 @@ class Session:
         self._pages = pages
         self._block_tokens = store.config.block_tokens
         self._locked: set[Page] = set()
+        self._growing: list[list[Page]] = [[] for _ in pages]  # not yet in the page table
+        self._growing_fences: list[Fence] = []
         self._stream: Stream | None = None
+        self._is_host_ordered = False  # no stream orders the caller's use of its pages
         self._restore: Restore | None = None
         self._lease: GateLease | None = None
         self._prefetches: list[Prefetch] = []
@@ -609,6 +612,7 @@ class Session:
         self._restore = None
         try:
             self._stream = self.store.wrap_stream(stream)
+            self._is_host_ordered = stream is None and self.store.device.caps.kind != "cuda"
             restore = Restore(self)
             started = self._start_gated(restore, stream, deadline) if gated else None
             if not restore.is_gated:
@@ -868,29 +872,64 @@ class Session:
     def try_grow(self, tokens_total: int) -> bool:
         """Make room for ``tokens_total`` tokens; False, and nothing changed, if it does not fit.
 
-        Cost: O(new blocks). Slots that still drain make the session's stream wait, and the
-        awaitable of the next `KVStore.step` covers them (INV-338, INV-417).
-        Raises: LogicError: the session is not active.
+        True: every slot is drained, or the session's stream has been made to wait for it, so work
+        enqueued on that stream may use the page table at once (INV-338, INV-417). A caller that
+        touches pages from the host awaits the next `KVStore.step` first, or resumes the session
+        without a stream on the CPU device: then only drained slots are granted. False with
+        `is_growing`: the slots are being drained; await the next step and call again. False
+        without it: there is no room.
+        Cost: O(new blocks). Raises: LogicError: the session is not active.
         """
         self._need(SessionState.ACTIVE, "try_grow")
         missing = -(-tokens_total // self._block_tokens) - self._block_count
         if missing <= 0:
             return True
+        missing -= len(self._growing[0])
+        if missing > 0 and not self._start_growing(missing):
+            return False
+        stream = None if self._is_host_ordered else self._stream
+        if self._growing_fences and not self.store.grant(stream, self._growing_fences):
+            return False
+        self._take_grown()
+        self._extend_tables()
+        return True
+
+    async def grow(self, tokens_total: int) -> None:
+        """As `try_grow`, waiting while the slots drain.
+
+        Raises: OutOfPages: there is no room; nothing was changed. LogicError: not active.
+        """
+        while not self.try_grow(tokens_total):
+            if not self.is_growing:
+                raise OutOfPages(
+                    f"grow: no room on the device for {tokens_total} tokens", level="device"
+                )
+            await self.store.step()
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether slots for this session are being drained after a `try_grow` that said False."""
+        return any(not fence.passed for fence in self._growing_fences)
+
+    def _start_growing(self, block_count: int) -> bool:
+        """Take slots for more blocks; they stay out of the page table until they are usable."""
         tables = self.store.tables
-        plan = tables.plan_grow([missing] * len(self._pages), self.priority)
+        plan = tables.plan_grow([block_count] * len(self._pages), self.priority)
         if isinstance(plan, Refusal):
             return False
         applied = tables.apply(plan)
-        fresh: list[Page] = []
-        for row, new_pages in zip(self._pages, applied.new_pages, strict=True):
+        for row, new_pages in zip(self._growing, applied.new_pages, strict=True):
             row.extend(new_pages)
-            fresh.extend(new_pages)
-        self._locked.update(fresh)
-        self._extend_tables()
+            self._locked.update(new_pages)
+        self._growing_fences.extend(applied.fences)
         self.store.settle()
-        if applied.fences:
-            self.store.grant(self._stream, applied.fences)
         return True
+
+    def _take_grown(self) -> None:
+        for row, grown in zip(self._pages, self._growing, strict=True):
+            row.extend(grown)
+            grown.clear()
+        self._growing_fences.clear()
 
     def commit(self, new_tokens: Tokens) -> int:
         """Append computed tokens; blocks that are full now become shareable.
@@ -973,6 +1012,7 @@ class Session:
         """
         self._need(SessionState.ACTIVE, "suspend")
         self._abandon_gate()
+        self._take_grown()
         token = self.store.fence(fence)
         self._unlock_all(token)
         used = -(-self.history_tokens // self._block_tokens)
@@ -994,6 +1034,7 @@ class Session:
             return
         self._end_prefetches()
         self._abandon_gate()
+        self._take_grown()
         was_active = bool(self._locked)
         self._unlock_all(self.store.fence(fence) if was_active else None)
         self._drop_pages(self._pages, keep=set())

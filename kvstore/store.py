@@ -309,7 +309,7 @@ class KVStore:
         self._closing: asyncio.Future[list[BaseException]] | None = None
         self._sessions: set[Session] = set()
         self._levels = [Tier.DEVICE]
-        self._granted: list[tuple[Stream | None, Fence]] = []
+        self._granted: dict[Fence, None] = {}
         self._drains: list[Drain] = []
         self._unfenced: list[Fence] = []
         self._unnotified: list[Fence] = []
@@ -742,10 +742,9 @@ class KVStore:
         """Close a scheduler step: slots released in it are reused after ``fence`` (INV-224).
 
         ``fence`` is an event behind the step's work, ours or torch's; None has passed on the CPU
-        device and means the next step on others (INV-338). The result is done when every slot
-        granted by `Session.try_grow` since the last step is drained: await it before work that
-        uses those slots is launched, unless `Drain.is_ordered` says that the sessions' streams
-        have been made to wait for all of them.
+        device and means the next step on others (INV-338). The result may be awaited: it is done
+        when every slot that `Session.try_grow` asked for since the last step is drained. Work on
+        streams needs no awaiting: they have been made to wait for what was granted.
         """
         self.check_open()
         closed = self.tables.rotate_step_fence()
@@ -761,9 +760,8 @@ class KVStore:
             for one in (*older, closed):
                 self._bind_fence(one, fence)
         self.executor.settle()
-        granted, self._granted = self._granted, []
-        open_fences = [(one, self._order(stream, one)) for stream, one in granted]
-        drain = Drain(self._loop, open_fences)
+        granted, self._granted = self._granted, {}
+        drain = Drain(self._loop, [one for one in granted if not one.passed])
         if not drain.check():
             self._drains.append(drain)
         self._after_turn()
@@ -801,30 +799,22 @@ class KVStore:
         self.executor.room_grew = True
         self.settle()
 
-    def grant(self, stream: Stream | None, fences: Sequence[Fence]) -> None:
-        """Let the stream wait until freshly granted slots are drained (INV-338, INV-417)."""
+    def grant(self, stream: Stream | None, fences: Sequence[Fence]) -> bool:
+        """Let the stream wait until the slots are drained (INV-338, INV-417).
+
+        False: a use of them has not even been enqueued, so no stream can wait for it, or there is
+        no stream and a use has not ended. The next step's awaitable covers the slots either way.
+        """
         if any(not fence.passed and fence.event is None for fence in fences):
             self.executor.flush_copies_out()  # what is only collected yet gets its events
-        ordered: dict[int, bool] = {}  # by event: pages of one batch share one
-        for fence in dict.fromkeys(fences):
-            if fence.passed:
-                continue
-            if stream is not None and id(fence.event) not in ordered:
-                ordered[id(fence.event)] = self._order(stream, fence)
-            is_ordered = stream is not None and ordered[id(fence.event)]
-            self._granted.append((None if is_ordered else stream, fence))
-
-    def _order(self, stream: Stream | None, fence: Fence) -> bool:
-        """Let a stream wait for a fence; False if it cannot, and then somebody has to await it.
-
-        ``stream`` is None once it has been made to wait.
-        """
-        if stream is None or fence.passed:
-            return True
-        if fence.event is None:
+        still_open = [fence for fence in dict.fromkeys(fences) if not fence.passed]
+        self._granted.update(dict.fromkeys(still_open))
+        if any(stream is None or fence.event is None for fence in still_open):
             return False
         try:
-            stream.wait_event(fence.event)
+            for event in {id(fence.event): fence.event for fence in still_open}.values():
+                assert stream is not None and event is not None
+                stream.wait_event(event)
         except DeviceError as error:
             self._refused("wait for a fence", error)
             return False
@@ -1426,12 +1416,11 @@ def _make_arena(length: int, slab_bytes: int, numa_node: int | None) -> Arena:
 
 @final
 class Drain:
-    """What `KVStore.step` returns: done when the slots granted before it are drained."""
+    """What `KVStore.step` returns: done when the slots asked for before it are drained."""
 
     __slots__ = ("_error", "_fences", "_future", "_loop")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, fences: list[tuple[Fence, bool]]) -> None:
-        """Take fences, each with whether its session's stream waits for it."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, fences: list[Fence]) -> None:
         self._loop = loop
         self._fences = fences
         self._future: asyncio.Future[None] | None = None
@@ -1442,14 +1431,9 @@ class Drain:
         """Whether every slot is drained."""
         return not self._fences
 
-    @property
-    def is_ordered(self) -> bool:
-        """Whether work on the sessions' streams may follow without awaiting this."""
-        return all(is_ordered for _, is_ordered in self._fences)
-
     def check(self) -> bool:
         """Forget the fences that have passed; True when none is left."""
-        self._fences = [entry for entry in self._fences if not entry[0].passed]
+        self._fences = [fence for fence in self._fences if not fence.passed]
         if not self._fences and self._future is not None and not self._future.done():
             self._future.set_result(None)
         return not self._fences

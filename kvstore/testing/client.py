@@ -103,11 +103,10 @@ class SimClient:
         """Grow a session, and make sure that the slots it was given are drained before they are
         used: by the order of its stream, or by waiting here.
         """
-        if not session.try_grow(tokens_total):
-            return False
-        drain = self.step()
-        if not drain.is_ordered:
-            await drain
+        while not session.try_grow(tokens_total):
+            if not session.is_growing:
+                return False
+            await self.step()
         return True
 
     # -- whole requests ---------------------------------------------------------------------------

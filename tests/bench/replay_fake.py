@@ -121,6 +121,8 @@ class FakeSession:
                 self.store.corrupt(self.store.pool.data[page.slot])
         return FakeRestore(self.history)
 
+    is_growing = False
+
     def try_grow(self, tokens_total):
         assert self.is_active
         missing = -(-tokens_total // self.store.block_tokens) - len(self.pages)

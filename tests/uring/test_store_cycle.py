@@ -44,9 +44,7 @@ async def serve(store: kvstore.KVStore, number: int) -> int:
         table = session.page_table("full")
         for block in range(cached):
             assert np.array_equal(pattern(f"{number}.{block}", PAGE_BYTES), pool[table[block]])
-        while not session.try_grow(len(tokens)):
-            await asyncio.sleep(0)
-        await store.step()
+        await session.grow(len(tokens))
         table = session.page_table("full")
         for block in range(cached, BLOCKS):
             pool[table[block]] = pattern(f"{number}.{block}", PAGE_BYTES)

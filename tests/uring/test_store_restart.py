@@ -47,8 +47,7 @@ async def put(store: kvstore.KVStore, number: int) -> None:
     pool = np.asarray(store.device_pool("full").as_tensor()).reshape(-1, PAGE_BYTES)
     async with store.session(tokens) as session:
         await session.resume()
-        assert session.try_grow(len(tokens))
-        await store.step()
+        await session.grow(len(tokens))
         table = session.page_table("full")
         for block in range(session.history_tokens // BLOCK, BLOCKS):
             pool[table[block]] = pattern(f"{number}.{block}", PAGE_BYTES)

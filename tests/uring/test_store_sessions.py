@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore._uring.base import Opcode
+from kvstore._uring.engine import FaultRule
 from kvstore.testing import pattern
 
 PAGE_BYTES = 16 << 10
@@ -50,8 +52,7 @@ async def fill(store: kvstore.KVStore, session: kvstore.Session, number: int, bl
     tokens = tokens_of(number, blocks)
     pool = pool_of(store)
     start = session.history_tokens // BLOCK
-    assert session.try_grow(len(tokens))
-    await store.step()
+    await session.grow(len(tokens))
     table = session.page_table("full")
     for block in range(start, blocks):
         pool[table[block]] = pattern(f"{number}.{block}", PAGE_BYTES)
@@ -154,7 +155,7 @@ async def test_a_restore_that_never_fits_raises_out_of_pages(tmp_path: Path) -> 
             await put(store, number)
         blocker = store.session(tokens_of(0))
         await blocker.resume()
-        assert blocker.try_grow(8 * BLOCK)
+        await blocker.grow(8 * BLOCK)
         async with store.session(tokens_of(1)) as session:
             with pytest.raises(kvstore.OutOfPages) as caught:
                 await session.resume(wait=False)
@@ -247,7 +248,7 @@ async def test_fork_shares_the_committed_blocks(tmp_path: Path) -> None:
                 await twin.resume()
                 assert list(session.page_table("full")) == list(twin.page_table("full"))
                 assert twin.try_grow(5 * BLOCK)
-                assert session.try_grow(5 * BLOCK)
+                await session.grow(5 * BLOCK)
                 twin.commit([7] * BLOCK)
                 session.commit([9] * BLOCK)
                 assert twin.page_table("full")[4] != session.page_table("full")[4]
@@ -407,7 +408,7 @@ async def test_gated_restores_arrive_and_are_counted(tmp_path: Path) -> None:
                 await restore.ready()
                 assert restore.is_done
                 check(store, session, number, 4)
-                assert session.try_grow(5 * BLOCK)
+                await session.grow(5 * BLOCK)
                 session.commit([5] * BLOCK)
         assert store.gate is not None
         gate = store.gate.stats()
@@ -504,8 +505,7 @@ async def test_adopted_tensors_keep_their_reserved_slots(tmp_path: Path) -> None
             for number in range(4):
                 async with store.session(tokens_of(number)) as session:
                     await session.resume()
-                    assert session.try_grow(4 * BLOCK)
-                    await store.step()
+                    await session.grow(4 * BLOCK)
                     table = session.page_table("full")
                     assert not set(table) & {0, 5}
                     for block in range(session.history_tokens // BLOCK):
@@ -517,3 +517,42 @@ async def test_adopted_tensors_keep_their_reserved_slots(tmp_path: Path) -> None
                     session.commit(tokens_of(number)[session.history_tokens :])
     for tensor in tensors:
         assert not np.any(tensor[[0, 5]])
+
+
+async def test_a_slot_is_granted_only_when_its_last_use_can_be_waited_for(tmp_path: Path) -> None:
+    """INV-338, INV-417: no slot enters the page table while its eviction is not even enqueued.
+
+    Host and device are full, and the disk writes that would free host slots are held back: the
+    copies out of the device cannot be enqueued, so no stream could wait for them.
+    """
+    async with kvstore.open_store(config(tmp_path, device=4, host=4)) as store:
+        for number in range(2):
+            await put(store, number)
+        rule = store.engine.inject(FaultRule(action="hold", opcode=Opcode.WRITE, count=None))
+        async with store.session(tokens_of(2)) as session:
+            await session.resume(store.stream())
+            assert not session.try_grow(4 * BLOCK)
+            assert session.is_growing
+            assert 0 == session.capacity_tokens == len(session.page_table("full"))
+            drain = store.step()
+            assert not drain.is_done
+            rule.release()
+            await drain
+            assert session.try_grow(4 * BLOCK)
+            assert 4 == len(session.page_table("full"))
+            assert not session.is_growing
+        assert 4 == await get(store, 0)
+
+
+async def test_a_session_that_closes_while_growing_gives_its_slots_back(tmp_path: Path) -> None:
+    """INV-804, INV-916: slots that were never granted are free again when their use has ended."""
+    async with kvstore.open_store(config(tmp_path, device=4, host=4)) as store:
+        for number in range(2):
+            await put(store, number)
+        rule = store.engine.inject(FaultRule(action="hold", opcode=Opcode.WRITE, count=None))
+        async with store.session(tokens_of(2)) as session:
+            await session.resume(store.stream())
+            assert not session.try_grow(4 * BLOCK)
+        rule.release()
+        await put(store, 3)
+        assert 4 == await get(store, 1)

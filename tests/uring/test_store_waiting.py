@@ -32,8 +32,7 @@ async def test_many_waiting_restores_are_each_started_once():
             tokens = np.arange(BLOCKS * BLOCK_TOKENS) + 1000 * number
             session = await store.session(tokens).__aenter__()
             await session.resume()
-            assert session.try_grow(tokens.size)
-            await store.step()
+            await session.grow(tokens.size)
             session.commit(tokens)
             session.suspend()
             sessions.append(session)
