@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,7 @@ async def _serve(store: Any, torch: Any, number: int, *, gated: bool) -> int:
         for block, page in enumerate(pages):
             want = pattern(f"{number}.{block}", PAGE_BYTES)
             assert np.array_equal(want, page.cpu().numpy())
-        while not session.try_grow(len(tokens)):
-            await asyncio.sleep(0)
+        await session.grow(len(tokens))
         table = session.page_table("full")
         for block in range(cached, BLOCKS):
             source = torch.from_numpy(np.array(pattern(f"{number}.{block}", PAGE_BYTES)))
