@@ -31,6 +31,7 @@ RW = {"read": "randread", "write": "randwrite", "randread": "randread", "randwri
 READ_INFLIGHT_BYTES = 16 * MIB
 WRITE_INFLIGHT_BYTES = 8 * MIB
 DEPTH_MAX = 32
+OTHER_CPUS_QUIET = 0.1
 
 
 def auto_depth(rw: str, block_bytes: int) -> int:
@@ -112,6 +113,7 @@ def run_plan(plan: Plan, say: Callable[[str], None]) -> list[Cell]:
         for work in plan.workloads(round_number):
             shift = round_number % len(rivals)
             for rival in rivals[shift:] + rivals[:shift]:
+                others = machine.OtherLoad()
                 try:
                     measured = rival.run(work)
                 except Unavailable as error:
@@ -122,6 +124,7 @@ def run_plan(plan: Plan, say: Callable[[str], None]) -> list[Cell]:
                 cell = cells.setdefault(
                     key, Cell(rival.name, rival.caching, work.rw, work.bs, work.iodepth)
                 )
+                measured.other_cpus = others.cpus()
                 cell.rounds[round_number] = measured
                 say(
                     f"[{round_number + 1}/{plan.repeats}] {work.rw} {size_text(work.bs)} "
@@ -166,6 +169,7 @@ def row_of(cell: Cell, reference: Cell | None) -> dict[str, Any]:
             for name in ("mean", "p50", "p99", "p99.9")
         },
         "cpu_s_per_gib": median([measured.cpu_s_per_gib for measured in rounds]),
+        "other_cpus": median([measured.other_cpus for measured in rounds]),
     }
     for name in ("loop_lag_ns", "service_ns"):
         if any(getattr(measured, name) for measured in rounds):
@@ -326,6 +330,12 @@ def run_compare(options: dict[str, Any]) -> dict[str, Any]:
     finally:
         if not options["keep"]:
             path.unlink(missing_ok=True)
+    rows = rows_of(cells)
+    notes = [about_memory]
+    if busy := [row["other_cpus"] for row in rows if row["other_cpus"] > OTHER_CPUS_QUIET]:
+        notes.append(
+            f"other processes kept up to {max(busy):.1f} CPUs busy: repeat this on an idle machine"
+        )
     result: dict[str, Any] = {
         "kind": "compare",
         "version": cli.package_version(),
@@ -333,8 +343,8 @@ def run_compare(options: dict[str, Any]) -> dict[str, Any]:
         "host": {**host, "fio": machine.fio_version(options["fio"])},
         "options": {key: value for key, value in options.items() if key not in ("output", "fio")},
         "memory": memory,
-        "notes": [about_memory],
-        "rows": rows_of(cells),
+        "notes": notes,
+        "rows": rows,
     }
     write(result, formats, options["output"])
     return result

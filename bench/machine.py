@@ -7,6 +7,7 @@ import platform
 import resource
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,31 @@ def fio_version(program: str = "fio") -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip()
+
+
+class OtherLoad:
+    """How many CPUs other processes keep busy, from its creation on (interrupts left out)."""
+
+    def __init__(self) -> None:
+        self._start = self._read()
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        fields = _text("/proc/stat").partition("\n")[0].split()[1:]
+        ticks = os.sysconf("SC_CLK_TCK")
+        busy = sum(int(fields[i]) for i in (0, 1, 2)) / ticks if len(fields) > 2 else 0.0
+        own = sum(
+            used.ru_utime + used.ru_stime
+            for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        )
+        return time.monotonic(), busy, own
+
+    def cpus(self) -> float:
+        """Return the mean number of CPUs that others kept busy."""
+        now, busy, own = (
+            after - before for after, before in zip(self._read(), self._start, strict=True)
+        )
+        return max(0.0, busy - own) / now if now > 0 else 0.0
 
 
 def describe(directory: str | Path) -> dict[str, Any]:

@@ -63,6 +63,7 @@ class Measurement:
     loop_lag_ns: dict[str, float] = field(default_factory=dict)
     service_ns: dict[str, float] = field(default_factory=dict)  # in the device, without waiting
     notes: list[str] = field(default_factory=list)
+    other_cpus: float = 0.0  # kept busy by other processes meanwhile
 
 
 class Unavailable(Exception):

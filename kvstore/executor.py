@@ -19,6 +19,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -644,6 +645,8 @@ class Executor:
         self, job: _Job, slot_id: int, generation: int, address: int, opcode: Opcode
     ) -> None:
         page = job.move.page
+        # The callback finds its transfer through the job: a closure over it would be a cycle of
+        # references for each disk transfer, and the collector's pauses block the loop.
         transfer = job.transfer = Transfer(
             group=page.group,
             slot_id=slot_id,
@@ -654,7 +657,7 @@ class Executor:
             key=page.key or disk_format.NO_KEY,
             parent_key=page.parent_key or disk_format.NO_KEY,
             block_index=max(0, page.block_index),
-            callback=lambda status, flags, _: self._transfer_back(job, transfer, status, flags),
+            callback=partial(self._transfer_back, job),
             deadline_ns=self._deadline_ns(page) if opcode is Opcode.READ else 0,
         )
         self._transfers[job] = transfer
@@ -690,7 +693,9 @@ class Executor:
                 self._transfer_ended(job)
             self.settle()
 
-    def _transfer_back(self, job: _Job, transfer: Transfer, status: int, flags: int) -> None:
+    def _transfer_back(self, job: _Job, status: int, flags: int, _value: int) -> None:
+        transfer = job.transfer
+        assert transfer is not None
         if flags & END:
             self._open_io -= 1
         self._guarded(self._transferred, job, transfer, status, flags)
@@ -951,7 +956,9 @@ class Executor:
         deadline_ns: int,
     ) -> None:
         batch: list[Transfer] = []
-        for group, (reads, _) in by_group.items():
+        for group, (reads, _) in sorted(
+            by_group.items()
+        ):  # group after group, so the first is early
             for job in reads:
                 assert job.transfer is not None
                 job.is_gated = True

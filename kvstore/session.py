@@ -152,8 +152,8 @@ class History:
     def __init__(self, block_tokens: int, root: BlockKey, tokens: Tokens) -> None:
         self.block_tokens = block_tokens
         self.chain = KeyChain(block_tokens, root)
-        self.chain.extend(tokens)
         self._known = bytearray(token_bytes(tokens))
+        self.chain.extend(np.frombuffer(bytes(self._known), "<u4"))
 
     @property
     def known_count(self) -> int:
@@ -835,7 +835,7 @@ class Session:
         tables = self.store.tables
         for row in self._pages:
             living = [page for page in row if page is not None and page.state is not PageState.DEAD]
-            tables.hold(living)
+            tables.hold(living, is_use=False)
             tables.unhold(living)
 
     # The gate.
@@ -1070,6 +1070,7 @@ class Session:
         self._unlock_all(self._end_of_use(fence) if was_active else None)
         self._drop_pages(self._pages, keep=set())
         self._pages = [[] for _ in self._pages]
+        self._restore = None  # it names this session: no cycle outlives a session
         self._state = SessionState.CLOSED
         self.store.forget(self)
         self.store.executor.room_grew = True
@@ -1281,7 +1282,7 @@ class Prefetch:
             return
         store.tables.apply(plan)
         self._pages = list(wanted)
-        store.tables.hold(self._pages)
+        store.tables.hold(self._pages, is_use=False)
         self._session.touch()
         loop = asyncio.get_running_loop()
         self._flight = Flight(loop, self._level, lambda _: None)

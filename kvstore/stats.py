@@ -183,6 +183,7 @@ class StoreStats:
     persistent_pages: int = 0  # written and synced (persist_mode="strict", INV-927)
     recovered_pages: int = 0
     recovery_free_slots: dict[str, int] = field(default_factory=dict)  # by reason (INV-920)
+    host_numa_node: int | None = None  # None: wherever the system put it
     host_mapped_bytes: int = 0  # gauge: host tier, staging and bounce slots, slack included
     disk_modes: dict[str, str] = field(default_factory=dict)  # per file (INV-130)
     health: str = "ok"

@@ -348,7 +348,7 @@ class KVStore:
         self._group = group
         config = self.config
         counts = self._slot_counts()
-        self._open_native()
+        await self._open_native()
         self._make_device(counts[0])
         await self._open_host_memory(counts)
         await self._open_disk(counts)
@@ -389,7 +389,7 @@ class KVStore:
             self._levels.append(tier)
         return counts
 
-    def _open_native(self) -> None:
+    async def _open_native(self) -> None:
         """Make completion queue, gate words and engine; they are running when this returns."""
         parts, config = self._parts, self.config
         if parts.completions is not None:
@@ -402,7 +402,9 @@ class KVStore:
         if config.disk is not None and parts.engine is None:
             ring = GateRing()
             self._resources.push(lambda: self._end_words(ring))
-            engine = open_engine(config.io, gate=ring)
+            engine = await self._blocking(
+                lambda: open_engine(config.io, gate=ring), undo=lambda made: made.close()
+            )
             self._resources.push(engine.aclose)
             self.engine, words = engine, ring
         else:
@@ -426,12 +428,24 @@ class KVStore:
 
     def _host_pool(self, page_bytes: int) -> HostPool:
         factory = self._parts.memory or _make_arena
-        numa = self.config.host.numa_node if self.config.host is not None else None
-        return HostPool(page_bytes, factory, self.engine, self.device, numa)
+        return HostPool(page_bytes, factory, self.engine, self.device, self._numa_node())
+
+    def _numa_node(self) -> int | None:
+        """Return the node of host memory: the configured one, else the device's, else any."""
+        near = self.device.caps.host_numa
+        asked = self.config.host.numa_node if self.config.host is not None else None
+        return asked if asked is not None else (near if near >= 0 else None)
+
+    def _check_numa(self) -> None:
+        """Say once if host memory lies on another node than the device (C58)."""
+        node, near = self._numa_node(), self.device.caps.host_numa
+        if node is not None and near >= 0 and node != near:
+            logger.warning("numa_node is %d, but the device is attached to node %d", node, near)
 
     async def _open_host_memory(self, counts: list[list[int]]) -> None:
         """Map, touch and register all host memory, off the loop and in parallel (INV-906)."""
         config = self.config
+        self._check_numa()
         sizes = [group.page_bytes for group in config.pool_groups]
         if Tier.HOST in self._levels:
             host = self._host = HostTier([self._host_pool(size) for size in sizes])
@@ -832,7 +846,8 @@ class KVStore:
             return False
         try:
             for event in {id(fence.event): fence.event for fence in still_open}.values():
-                assert stream is not None and event is not None
+                assert stream is not None
+                assert event is not None
                 stream.wait_event(event)
         except DeviceError as error:
             self._refused("wait for a fence", error)
@@ -925,6 +940,7 @@ class KVStore:
             persistent_pages=self._persistent_pages,
             recovered_pages=self._recovery.taken,
             recovery_free_slots=self._recovery.free,
+            host_numa_node=self._numa_node(),
             host_mapped_bytes=sum(pool.mapped_bytes for pool in self._landing)
             + (self._host.mapped_bytes if self._host is not None else 0),
             disk_modes=self._disk.modes() if self._disk is not None else {},

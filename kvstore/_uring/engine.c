@@ -172,7 +172,10 @@ static void start_work(kvs_engine *engine, kvs_transfer *transfer, kvs_work work
         push_work(&engine->inline_work, transfer);
         return;
     }
-    int list = work != KVS_WORK_SEAL ? 0 : transfer->request.io_class == KVS_BACKGROUND ? 2 : 1;
+    /* checks first, somebody waits for them; then headers, in the order of their classes */
+    bool lazy = transfer->request.io_class == KVS_BACKGROUND &&
+                engine->config.sched.policy != KVS_POLICY_FIFO;
+    int list = work != KVS_WORK_SEAL ? 0 : lazy ? 2 : 1;
     push_work(&engine->helper_work[list], transfer);
 }
 

@@ -54,10 +54,11 @@ class Tables(Transitions):
 
     # -- holds and locks ----------------------------------------------------------------------
 
-    def hold(self, pages: Sequence[Page | None]) -> None:
+    def hold(self, pages: Sequence[Page | None], *, is_use: bool = True) -> None:
         """Take one hold on each page, given from the root on; None is skipped.
 
-        The pages count as used, the root most recently (INV-324).
+        The pages count as used, the root most recently (INV-324). ``is_use=False`` renews their
+        age without counting a use for write admission (INV-409).
         Raises: LogicError: a dead page; nothing is changed.
         """
         for page in pages:
@@ -65,7 +66,7 @@ class Tables(Transitions):
                 raise LogicError("a dead page cannot be held")
         self.version += 1
         self._stamp = stamp = self._stamp + 1
-        counts_uses = self.counts_uses
+        counts_uses = self.counts_uses and is_use
         for page in reversed(pages):
             if page is None:
                 continue
@@ -86,6 +87,7 @@ class Tables(Transitions):
         self._check_counts(pages, "hold_count")
         self.version += 1
         self._stamp = stamp = self._stamp + 1
+        unheld: list[Page] = []
         for page in reversed(pages):
             if page is None:
                 continue
@@ -98,7 +100,10 @@ class Tables(Transitions):
                 and not page.lock_count
                 and (page.state is not PageState.COMMITTED or page.is_restoring)
             ):
-                self.settle_unheld(page)
+                unheld.append(page)
+        # After the batch and root first: a withdrawn page goes below its parent (INV-324).
+        for page in reversed(unheld):
+            self.settle_unheld(page)
 
     def lock(self, pages: Sequence[Page | None]) -> None:
         """Take one lock on each page; a locked page stays on the device tier (INV-309).

@@ -1,6 +1,8 @@
 """The comparison with fio: order, arithmetic, options; and the report made from its JSON."""
 
 import json
+import os
+import time
 
 import click.testing
 import pytest
@@ -332,3 +334,13 @@ def test_all_rivals_have_names_of_their_own():
     """The table's names are keys."""
     names = [rival.name for rival in peers.all_rivals("fio")]
     assert len(names) == len(set(names))
+
+
+def test_other_load_is_not_our_own():
+    """Our own work does not count as somebody else's."""
+    others = machine.OtherLoad()
+    end = time.process_time() + 0.3
+    while time.process_time() < end:
+        pass
+    busy = others.cpus()
+    assert 0.0 <= busy <= (os.cpu_count() or 1)

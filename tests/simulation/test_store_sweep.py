@@ -7,15 +7,18 @@ step, and a hang raises SimDeadlock. ``--seed N`` replays one seed, ``--seeds N`
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 from random import Random
 from typing import Any
 
 import anyio
 
 from kvstore.config import PoolGroupConfig, StoreConfig
-from kvstore.testing import FaultPlan, SimRig, Traffic, TrafficSpec, sim_config
+from kvstore.errors import KVStoreError
+from kvstore.testing import FaultPlan, SimDisk, SimRig, Traffic, TrafficSpec, sim_config
 
-SEEDS = 30
+SEEDS = 8
 #: Virtual seconds that no run may take: a request that waits for ever would.
 TIME_LIMIT = 600.0
 
@@ -133,3 +136,76 @@ async def test_random_resizes_and_refused_device_calls(seed):
     config = _config(random)
     spec = TrafficSpec(resize_rate=0.5, device_fault_rate=0.2)
     await _noted(config, spec, FaultPlan(), seed)
+
+
+class _PowerOffError(Exception):
+    """The machine is gone; nothing the first store says afterwards matters."""
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]
+
+
+async def test_random_power_cuts_and_restarts(seed):
+    """The power goes off in the middle of the traffic; the next store serves right pages or misses
+    (INV-920), and what it took in takes part in all balances.
+    """
+    random = Random(seed)
+    config = dataclasses.replace(_config(random), fingerprint="model")
+    if config.disk is None:
+        config = dataclasses.replace(config, disk=sim_config().disk)
+    rig, left = SimRig.create(config, seed=seed), SimDisk()
+
+    async def cut() -> None:
+        nonlocal left
+        await asyncio.sleep(random.random() * 0.1)
+        rig.engine.crash()
+        left = rig.disk.copy()
+        raise _PowerOffError
+
+    with contextlib.suppress(Exception):
+        async with rig.open(config) as store, anyio.create_task_group() as group:
+            group.start_soon(Traffic(store, rig, config, TrafficSpec(), seed).run)
+            group.start_soon(cut)
+    second = SimRig.create(config, seed=seed + 1, disk=left)
+    async with second.open(config) as store:
+        await store.recovered()
+        traffic = Traffic(store, second, config, TrafficSpec(), seed)
+        with anyio.fail_after(TIME_LIMIT):
+            await traffic.run()
+            await _come_to_rest(store, second)
+    second.check_closed()
+    assert traffic.served_pages > 0
+
+
+async def test_random_loss_of_the_device(seed):
+    """The device is lost in the middle of the traffic: typed errors, and a close that ends
+    (INV-917, INV-924).
+    """
+    random = Random(seed)
+    config = _config(random)
+    rig = SimRig.create(config, seed=seed)
+    is_lost = False
+
+    async def lose() -> None:
+        nonlocal is_lost
+        await asyncio.sleep(random.random() * 0.02)
+        is_lost = True
+        rig.device.fail()
+
+    try:
+        with anyio.fail_after(TIME_LIMIT):
+            async with rig.open(config) as store, anyio.create_task_group() as group:
+                spec = TrafficSpec(gated_rate=0.3)
+                group.start_soon(Traffic(store, rig, config, spec, seed).run)
+                group.start_soon(lose)
+    except BaseException as error:
+        for leaf in _leaves(error):
+            if not isinstance(leaf, KVStoreError):
+                raise
+    assert is_lost
+    assert 0 == rig.engine.open_count
+    assert 0 == rig.gate.open_count
+    assert 0 == rig.disk.open_count == rig.disk.lock_count

@@ -12,6 +12,7 @@ import pytest
 
 import kvstore
 from kvstore._uring.base import Opcode
+from kvstore._uring.native import Arena
 from kvstore.config import HEADER_BYTES, IoClass
 from kvstore.keys import scope_key
 from kvstore.session import History
@@ -178,3 +179,42 @@ async def test_an_await_restore_holds_no_stream(gated: bool) -> None:
         taken = rig.gate.tickets_taken
         assert taken == 0 or gated
         assert store.stats().gate_await_fallbacks + taken == int(gated)
+
+
+@pytest.mark.parametrize(
+    ("asked", "near", "node", "warned"),
+    [
+        (None, -1, None, 0),
+        (None, 1, 1, 0),
+        (1, 1, 1, 0),
+        (0, 1, 0, 1),
+        (0, -1, 0, 0),
+    ],
+)
+async def test_c58_host_memory_lies_on_the_node_of_the_device(
+    asked: int | None, near: int, node: int | None, warned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """C58: `numa_node` is honoured, the node is in the statistics, a mismatch is logged once."""
+    config = sim_config(host={"numa_node": asked})
+    rig = SimRig.create(config)
+    rig.device.caps = rig.device.caps._replace(host_numa=near)
+    nodes: list[int | None] = []
+
+    def memory(length: int, slab_bytes: int, numa_node: int | None) -> Any:
+        nodes.append(numa_node)
+        return Arena(length, slab_bytes=slab_bytes)
+
+    with caplog.at_level(logging.WARNING, "kvstore.store"):
+        async with kvstore.open_store(
+            config,
+            rig.engine,
+            device=rig.device,
+            completions=rig.completions,
+            files=rig.disk,
+            gate_words=rig.gate,
+            memory=memory,
+        ) as store:
+            assert node == store.stats().host_numa_node
+    assert {node} == set(nodes)
+    assert warned == sum("numa_node" in record.message for record in caplog.records)
+    await rig.engine.aclose()

@@ -29,11 +29,11 @@ from kvstore.testing.faults import FaultKind
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]] | None:
-    """Loops differ in how they watch a descriptor and how they end: `test_ends` and `test_native`
-    run on all of them, the rest on the plain one.
+    """Loops differ in how they watch a descriptor and how they end: the tests of that run on all
+    of them, the rest on the plain one.
     """
     del config
-    if item.path.name in {"test_ends.py", "test_native.py"}:
+    if item.path.name in {"test_ends.py", "test_native.py", "test_store_lifecycle.py"}:
         return None  # every real loop, as the conftest above says
     return {"plain": asyncio.SelectorEventLoop}
 

@@ -282,7 +282,9 @@ async def test_older_kernels_and_both_ring_counts(open_rig: Any, without: int, r
 @pytest.mark.parametrize("rings", [1, 3])
 async def test_the_order_is_the_same_for_both_ring_counts(open_rig: Any, rings: int) -> None:
     """INV-137: the scheduler orders, whatever carries the pieces; deadlines and holds work too."""
-    config = IoConfig(kernel_rings=rings, inflight_bytes=4096)
+    config = IoConfig(
+        kernel_rings=rings, inflight_bytes=4096, required_age=60.0, background_age=60.0
+    )
     async with open_rig("io_uring", config) as rig:
         hold, held = await rig.hold_one()
         ended: list[str] = []
