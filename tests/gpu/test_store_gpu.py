@@ -127,6 +127,6 @@ def test_a_failed_read_behind_the_gate_is_poison_and_voids_the_step(
                 break
             else:
                 pytest.fail("the gate was never used")
-            assert store.probe(tokens).tokens <= failed * BLOCK
+            assert store.probe(tokens) <= failed * BLOCK
 
     on_loop(body)
