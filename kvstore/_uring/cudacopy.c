@@ -44,6 +44,7 @@ enum {
     SERVICE_LANES = SERVICE_BYTES / 64 - 3, /* the last three words are the probes' */
     HEALTH_WORD = SERVICE_LANES + 2,
     DRIVER_ABI = 12000,
+    HEALTH_LIMIT_NS = 1000000000,
 };
 
 struct location {
@@ -357,10 +358,16 @@ int kvs_cuda_open(const char *library, int ordinal, kvs_cuda **out, char *failed
     return error;
 }
 
+static bool idle_within(kvs_cuda *device, uint64_t stream, uint64_t timeout_ns);
+
 void kvs_cuda_close(kvs_cuda *device, int is_lost) {
     struct guard guard;
     if (device->is_closed) {
         return;
+    }
+    if (!is_lost && device->service_stream &&
+        !idle_within(device, (uint64_t)(uintptr_t)device->service_stream, HEALTH_LIMIT_NS)) {
+        device->service_is_stuck = true; /* the last word of the watch is still to be written */
     }
     bool usable = !is_lost && enter(device, &guard) == 0;
     pthread_mutex_lock(&device->mutex);
