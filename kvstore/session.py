@@ -71,9 +71,9 @@ class StoreServices(Protocol):
     """What a session needs of its store; `KVStore` provides it."""
 
     config: cfg.StoreConfig
+    device: Device
     tables: Tables
     executor: Executor
-    device: Device
     restores: RestoreQueue
     prefetches: PrefetchBudget
 
@@ -90,11 +90,14 @@ class StoreServices(Protocol):
         ...
 
     def grant(self, stream: Stream | None, fences: Sequence[Fence]) -> bool:
-        """Let the stream wait until freshly granted slots are drained (INV-338, INV-417)."""
+        """Let the stream wait until freshly granted slots are drained (INV-338, INV-417).
+
+        False: no stream can wait for one of them yet; the awaitable of the next step covers it.
+        """
         ...
 
     def step(self, fence: Any = None) -> Awaitable[None]:
-        """Close a scheduler step."""
+        """Close a scheduler step; the result is done when the granted slots are drained."""
         ...
 
     def drain(self) -> Awaitable[None]:

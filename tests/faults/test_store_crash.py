@@ -18,11 +18,16 @@ REQUESTS = [list(range(base, base + 4 * BLOCK)) for base in range(0, 12_000, 100
 
 @pytest.mark.parametrize("write_through", [False, True], ids=["required", "background"])
 @pytest.mark.parametrize("nth", range(0, 60, 3))
-async def test_cut_after_each_write(nth: int, write_through: bool) -> None:  # noqa: FBT001
+async def test_cut_after_each_write(nth: int, write_through: bool) -> None:
     """INV-920, INV-921, INV-927: torn writes and old generations are misses after a restart."""
     config = sim_config(
-        device_pages=8, host_pages=8, disk_pages=40, block_tokens=BLOCK, page_bytes=16_384,
-        fingerprint="model", write_through=write_through,
+        device_pages=8,
+        host_pages=8,
+        disk_pages=40,
+        block_tokens=BLOCK,
+        page_bytes=16_384,
+        fingerprint="model",
+        write_through=write_through,
         io={"write_piece_bytes": 4096, "deadline": 0.5, "drain_timeout": 0.5},
     )
     rig = SimRig.create(config, seed=nth)
