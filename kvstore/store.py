@@ -39,6 +39,7 @@ from kvstore.core.tables import PASSED, Match, Refusal, Tables
 from kvstore.devices.base import Device, DevicePool, Stream
 from kvstore.errors import (
     ConfigError,
+    DeadlineError,
     DeviceError,
     GateBusy,
     KVStoreError,
@@ -794,7 +795,8 @@ class KVStore:
     def drain(self) -> Drain:
         """As `step`, without closing the step: done when the slots asked for so far are drained."""
         granted, self._granted = self._granted, {}
-        drain = Drain(self._loop, [one for one in granted if not one.passed])
+        open_fences = [one for one in granted if not one.passed]
+        drain = Drain(self._loop, open_fences, self.config.io.deadline)
         if not drain.check():
             self._drains.append(drain)
         self._after_turn()
@@ -1456,11 +1458,16 @@ def _make_arena(length: int, slab_bytes: int, numa_node: int | None) -> Arena:
 class Drain:
     """What `KVStore.step` returns: done when the slots asked for before it are drained."""
 
-    __slots__ = ("_error", "_fences", "_future", "_loop")
+    __slots__ = ("_deadline_s", "_error", "_fences", "_future", "_loop", "_timer")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, fences: list[Fence]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, fences: list[Fence], deadline_s: float
+    ) -> None:
+        """Bound the wait: the last user of a slot may be a transfer that never ends (INV-119)."""
         self._loop = loop
         self._fences = fences
+        self._deadline_s = deadline_s
+        self._timer: asyncio.TimerHandle | None = None
         self._future: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
 
@@ -1474,22 +1481,38 @@ class Drain:
         self._fences = [fence for fence in self._fences if not fence.passed]
         if not self._fences and self._future is not None and not self._future.done():
             self._future.set_result(None)
+            self._stop_timer()
         return not self._fences
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self) -> None:
+        self.fail(
+            DeadlineError(
+                f"step: slots that sessions asked for did not drain within {self._deadline_s:g} s; "
+                "close such a session, its slots come back with the transfer that uses them"
+            )
+        )
 
     def fail(self, error: BaseException) -> None:
         """End the wait with an error; the store is closing or has failed."""
         self._error = error
+        self._stop_timer()
         if self._future is not None and not self._future.done():
             self._future.set_exception(error)
 
     def __await__(self) -> Generator[Any, None, None]:
-        """Wait until every slot is drained. Raises: StoreClosed, StoreFailed."""
+        """Wait until every slot is drained. Raises: StoreClosed, StoreFailed, DeadlineError."""
         if self._error is not None:
             raise self._error
         if self.check():
             return
         if self._future is None:
             self._future = self._loop.create_future()
+            self._timer = self._loop.call_later(self._deadline_s, self._expire)
         yield from asyncio.shield(self._future).__await__()
 
 
