@@ -33,6 +33,7 @@ from kvstore._uring.base import (
     CompletionFlag,
     Completions,
     Opcode,
+    Ticket,
 )
 from kvstore.config import IoClass, Tier
 from kvstore.core.page import Move, MoveState, Page
@@ -190,6 +191,7 @@ class _Job:
         "move",
         "stall_timer",
         "status",
+        "ticket",
         "transfer",
     )
 
@@ -202,7 +204,8 @@ class _Job:
         self.is_cancelled = False
         self.is_gated = False
         self.is_ended = False  # no piece of its disk transfer is in flight
-        self.is_void = False  # gated, but its ticket was published before its bytes were there
+        self.ticket: Ticket | None = None  # of a gated move, while its status may be read
+        self.is_void = False  # its ticket may have been published before its bytes were there
         self.copies_open = 0
         self.stall_timer: asyncio.TimerHandle | None = None
         self.expires_at = 0.0  # the deadline of its disk transfer, loop time
@@ -810,6 +813,7 @@ class Executor:
         job.is_ended = True
         if job.is_gated:
             if job.status == OK:
+                job.is_void |= job.ticket is not None and job.ticket.status not in {None, OK}
                 self._pulled(job)
             self._end_gated(job)
         elif job.status == OK and self._is_pulling(job):
@@ -1010,7 +1014,8 @@ class Executor:
             for job in reads:
                 assert job.transfer is not None
                 job.is_gated = True
-                job.transfer.ticket = gated.tickets[group].ticket
+                gated.jobs.append(job)
+                job.ticket = job.transfer.ticket = gated.tickets[group].ticket
                 job.transfer.deadline_ns = deadline_ns
                 batch.append(job.transfer)
                 del self._transfers[job]
@@ -1064,17 +1069,37 @@ class Executor:
         """A gated move ends when its copy has passed and its transfer has ended."""
         if job.copies_open or not job.is_ended:
             return
+        if job.is_void and job.status == OK:
+            job.is_gated = False
+            self._push(job)  # the copy behind the gate took what lay there before
+            return
         self._end(job, job.status)
+
+    def void(self, gated: Gated) -> None:
+        """Note that the tickets are given up: open ones are published although their bytes are not
+        there, so the copies behind them read the landing slots too early.
+
+        Whoever else waits for these pages is served by a second copy, after the verdict (INV-205,
+        INV-220).
+        """
+        for job in gated.jobs:
+            if job.ticket is not None:
+                job.is_void |= job.ticket.status != OK
+                job.ticket = None
 
 
 @final
 class Gated:
-    """What a gated start enqueued: a ticket and the event behind the copies, per pool group."""
+    """What a gated start enqueued: a ticket and the event behind the copies, per pool group.
 
-    __slots__ = ("events", "tickets")
+    ``jobs`` are the reads behind the tickets.
+    """
+
+    __slots__ = ("events", "jobs", "tickets")
 
     def __init__(self, tickets: dict[int, GateTicket]) -> None:
         self.tickets = tickets
+        self.jobs: list[_Job] = []
         self.events: dict[int, Any] = {}
 
 

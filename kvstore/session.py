@@ -874,6 +874,7 @@ class Session:
             if self._state is SessionState.ACTIVE:
                 self._rebuild_tables()
         restore._gated = None  # noqa: SLF001
+        self.store.executor.void(gated)
         lease.end(gated.tickets.values())
 
     # Growing and committing.

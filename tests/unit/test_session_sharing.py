@@ -191,6 +191,41 @@ async def test_a_promoted_write_counts_as_required() -> None:
         )
 
 
+@pytest.mark.parametrize("how", ["suspend", "close"])
+async def test_who_leaves_the_gate_early_does_not_spoil_it_for_others(how: str) -> None:
+    """INV-205, INV-336: the ticket is published at once, its copy reads too early; the waiter that
+    shares the transfer gets the bytes all the same.
+    """
+    async with opened(device_pages=16) as (store, client, rig):
+        await client.put(TOKENS)
+        await client.flood(40)
+        async with client.session([]) as session:  # leaves free slots behind
+            await session.resume(client.stream)
+            assert await client.grow(session, 8 * BLOCK)
+        for _ in range(2):
+            client.step()
+            await anyio.sleep(1)
+        rig.faults.add("late", 50_000_000, opcode=Opcode.READ, count=None)
+
+        async def gated() -> None:
+            async with client.session(TOKENS) as session:
+                restore = await session.resume(client.stream, gated=True)
+                assert restore.is_gated
+                await anyio.sleep(0.02)
+                if how == "suspend":
+                    session.suspend()
+
+        async def awaited() -> None:
+            await anyio.sleep(0.01)
+            assert len(TOKENS) == await client.get(TOKENS)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(gated)
+            group.start_soon(awaited)
+        assert len(TOKENS) == await client.get(TOKENS)
+        assert 1 == store.stats().engine.tickets_failed
+
+
 async def test_copy_options_without_prefix_reuse_warn(caplog: pytest.LogCaptureFixture) -> None:
     """INV-133: they act on reusable pages only; a warning, not an error, and no page matches."""
     with caplog.at_level(logging.WARNING, "kvstore.store"):
