@@ -1010,7 +1010,9 @@ class Executor:
         deadline_ns: int,
     ) -> None:
         batch: list[Transfer] = []
-        for group, (reads, _) in by_group.items():
+        for group, (reads, _) in sorted(
+            by_group.items()
+        ):  # group after group, so the first is early
             for job in reads:
                 assert job.transfer is not None
                 job.is_gated = True

@@ -9,6 +9,7 @@ cancelling one waiter never touches another (INV-326, INV-327, INV-336).
 from __future__ import annotations
 
 import asyncio
+import logging
 import warnings
 from collections import deque
 from collections.abc import Awaitable, Generator, Iterable, Sequence
@@ -27,10 +28,20 @@ from kvstore.core.page import Page, PageState
 from kvstore.core.slots import Fence
 from kvstore.core.tables import PASSED, Applied, Plan, Refusal, Tables
 from kvstore.devices.base import Device, Stream
-from kvstore.errors import DeadlineError, EngineError, LogicError, OutOfPages, PagesLost
+from kvstore.errors import (
+    DeadlineError,
+    DeviceError,
+    EngineError,
+    LogicError,
+    OutOfPages,
+    PagesLost,
+    UnsupportedError,
+)
 from kvstore.executor import RETRY, Executor, Flight, Gated
 from kvstore.gate import GateTicket
 from kvstore.keys import BlockKey, KeyChain, Tokens, token_bytes
+
+logger = logging.getLogger(__name__)
 
 PageTable = npt.NDArray[np.int32]
 
@@ -87,6 +98,10 @@ class StoreServices(Protocol):
 
     def step(self, fence: Any = None) -> Awaitable[None]:
         """Close a scheduler step; the result is done when the granted slots are drained."""
+        ...
+
+    def drain(self) -> Awaitable[None]:
+        """Wait, without closing the step, until the slots asked for so far are drained."""
         ...
 
     def fence(self, event: Any) -> Fence | None:
@@ -258,6 +273,10 @@ class Restore:
         if self.status < 0:
             raise lost from EngineError(f"transfer status {self.status}", errno=-self.status)
         raise lost
+
+    def __await__(self) -> Generator[Any, None, None]:
+        """As `ready` for every group."""
+        return self.ready().__await__()
 
     async def ready(self, group: str | None = None) -> None:
         """Wait until the pages of a group, or of all, are on the device or have failed.
@@ -543,6 +562,7 @@ class Session:
         self._growing: list[list[Page]] = [[] for _ in pages]  # not yet in the page table
         self._growing_fences: list[Fence] = []
         self._stream: Stream | None = None
+        self._is_stream_given = False
         self._is_host_ordered = False  # no stream orders the caller's use of its pages
         self._restore: Restore | None = None
         self._lease: GateLease | None = None
@@ -621,6 +641,7 @@ class Session:
         self._restore = None
         try:
             self._stream = self.store.wrap_stream(stream)
+            self._is_stream_given = stream is not None
             self._is_host_ordered = stream is None and self.store.device.caps.kind != "cuda"
             restore = Restore(self)
             started = self._start_gated(restore, stream, deadline) if gated else None
@@ -907,6 +928,8 @@ class Session:
     async def grow(self, tokens_total: int) -> None:
         """As `try_grow`, waiting while the slots drain.
 
+        On a GPU slots that were released in the open step wait until the scheduler closes it: this
+        call never does, because only the scheduler knows the fence (INV-224).
         Raises: OutOfPages: there is no room; nothing was changed. LogicError: not active.
         """
         while not self.try_grow(tokens_total):
@@ -914,7 +937,10 @@ class Session:
                 raise OutOfPages(
                     f"grow: no room on the device for {tokens_total} tokens", level="device"
                 )
-            await self.store.step()
+            if self.store.device.none_fence_has_passed:
+                await self.store.step()
+            else:
+                await self.store.drain()
 
     @property
     def is_growing(self) -> bool:
@@ -1016,15 +1042,15 @@ class Session:
     def suspend(self, fence: Any = None) -> None:
         """Turn locks into holds: the pages may move down once ``fence`` has passed.
 
-        ``fence`` is an event behind the last work that uses the pages; None has passed on a CPU
-        device and means the next `KVStore.step` on others (INV-338). Grown room without tokens is
-        given back. Raises: LogicError: the session is not active.
+        ``fence`` is an event behind the last work that uses the pages. None has passed on a CPU
+        device; on others it is an event recorded now on the stream given to `resume`, or without
+        one the next `KVStore.step` (INV-338, ADR 0006). Grown room without tokens is given back.
+        Raises: LogicError: the session is not active.
         """
         self._need(SessionState.ACTIVE, "suspend")
         self._abandon_gate()
         self._take_grown()
-        token = self.store.fence(fence)
-        self._unlock_all(token)
+        self._unlock_all(self._end_of_use(fence))
         used = -(-self.history_tokens // self._block_tokens)
         self._drop_pages([row[used:] for row in self._pages], keep=set())
         for row in self._pages:
@@ -1046,7 +1072,7 @@ class Session:
         self._abandon_gate()
         self._take_grown()
         was_active = bool(self._locked)
-        self._unlock_all(self.store.fence(fence) if was_active else None)
+        self._unlock_all(self._end_of_use(fence) if was_active else None)
         self._drop_pages(self._pages, keep=set())
         self._pages = [[] for _ in self._pages]
         self._restore = None  # it names this session: no cycle outlives a session
@@ -1054,6 +1080,22 @@ class Session:
         self.store.forget(self)
         self.store.executor.room_grew = True
         self.store.settle()
+
+    def _end_of_use(self, fence: Any) -> Fence | None:
+        """Return the end of the work that uses the pages of this session (INV-338, ADR 0006).
+
+        All use of the pages is ordered with the stream given to `resume`, or growing would not be
+        safe either, so an event recorded there now is late enough, and nobody has to step.
+        """
+        if fence is None and self._is_stream_given and not self.store.device.none_fence_has_passed:
+            assert self._stream is not None
+            try:
+                fence = self._stream.record()
+            except (DeviceError, UnsupportedError) as error:  # captures, or the device is lost
+                logger.info(
+                    "no event behind the pages of a session, the next step counts: %s", error
+                )
+        return self.store.fence(fence)
 
     def _abandon_gate(self) -> None:
         restore = self._restore

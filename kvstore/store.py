@@ -402,7 +402,7 @@ class KVStore:
         words = parts.gate_words or getattr(parts.engine, "gate", None)
         if config.disk is not None and parts.engine is None:
             ring = GateRing()
-            self._resources.push(ring.close)
+            self._resources.push(lambda: self._end_words(ring))
             engine = await self._blocking(
                 lambda: open_engine(config.io, gate=ring), undo=lambda made: made.close()
             )
@@ -477,6 +477,21 @@ class KVStore:
 
         run = await self._blocking(make, undo=pool.release)
         pool.add(run)
+
+    def _quiesce_device(self) -> list[BaseException]:
+        self.device.quiesce()
+        return []
+
+    @property
+    def _device_holds_memory(self) -> bool:
+        return hasattr(self, "device") and self.device.holds_memory
+
+    def _end_words(self, ring: GateRing) -> None:
+        """Give the gate words up, or keep them for a stream that still reads them (INV-222)."""
+        if self._device_holds_memory:
+            ring.leak()
+        else:
+            ring.close()
 
     def _release_memory(self, *, leak: bool) -> list[BaseException]:
         errors: list[BaseException] = []
@@ -775,6 +790,10 @@ class KVStore:
             for one in (*older, closed):
                 self._bind_fence(one, fence)
         self.executor.settle()
+        return self.drain()
+
+    def drain(self) -> Drain:
+        """As `step`, without closing the step: done when the slots asked for so far are drained."""
         granted, self._granted = self._granted, {}
         open_fences = [one for one in granted if not one.passed]
         drain = Drain(self._loop, open_fences, self.config.io.deadline)
@@ -1291,7 +1310,10 @@ class KVStore:
         if self._disk is not None:
             disk = self._disk
             errors += await self._closing_step(lambda: disk.close_files(leak=not is_drained))
-        errors += await self._closing_step(lambda: self._release_memory(leak=not is_drained))
+        if hasattr(self, "device"):  # a stream that never ends may read arenas and gate words
+            errors += await self._closing_step(self._quiesce_device)
+        holds = not is_drained or self._device_holds_memory
+        errors += await self._closing_step(lambda: self._release_memory(leak=holds))
         errors += await self._resources.close()
         self._workers.shutdown(wait=False)
         self._state = StoreState.CLOSED
