@@ -33,6 +33,7 @@ from kvstore._uring.base import (
     CompletionFlag,
     Completions,
     Opcode,
+    Ticket,
 )
 from kvstore.config import IoClass, Tier
 from kvstore.core.page import Move, MoveState, Page
@@ -178,15 +179,19 @@ class _Job:
     """
 
     __slots__ = (
+        "bounds",
         "copies_open",
+        "expires_at",
         "is_cancelled",
         "is_ended",
         "is_gated",
+        "is_void",
         "landing",
         "loans",
         "move",
         "stall_timer",
         "status",
+        "ticket",
         "transfer",
     )
 
@@ -199,8 +204,12 @@ class _Job:
         self.is_cancelled = False
         self.is_gated = False
         self.is_ended = False  # no piece of its disk transfer is in flight
+        self.ticket: Ticket | None = None  # of a gated move, while its status may be read
+        self.is_void = False  # its ticket may have been published before its bytes were there
         self.copies_open = 0
         self.stall_timer: asyncio.TimerHandle | None = None
+        self.expires_at = 0.0  # the deadline of its disk transfer, loop time
+        self.bounds: dict[Flight, asyncio.TimerHandle] = {}  # who leaves before that
 
     def give_back(self) -> None:
         """Return the landing slot."""
@@ -670,6 +679,40 @@ class Executor:
             return 0
         return round(latest * 1e9)
 
+    def share_deadline(self, flight: Flight) -> None:
+        """Give transfers that a waiter has joined the time it is ready to wait (INV-336).
+
+        Those who wait already leave at the deadline they had, so that newcomers cannot keep them
+        for ever (INV-119). A gated transfer keeps its own: it parks a stream of the device.
+        """
+        own = flight.deadline_at or self._loop.time() + self._stall_s
+        for page in flight.remaining:
+            job = self.jobs.get(page.move) if page.move is not None else None
+            transfer = job.transfer if job is not None else None
+            if job is None or transfer is None or transfer.opcode is not Opcode.READ:
+                continue
+            if not transfer.is_submitted:
+                transfer.deadline_ns = self._deadline_ns(page)
+            elif not job.is_gated and job.status == OK and own > job.expires_at:
+                self._extend(job, transfer, flight, own)
+
+    def _extend(self, job: _Job, transfer: Transfer, flight: Flight, expires_at: float) -> None:
+        assert self._disk is not None
+        before, job.expires_at = job.expires_at, expires_at
+        page = job.move.page
+        for other in self._waiters.get(page, ()):
+            if other is not flight and not other.deadline_at and other not in job.bounds:
+                job.bounds[other] = self._loop.call_at(
+                    before, self._guarded, self._leave, other, page
+                )
+        self._disk.extend_deadline(transfer, round(expires_at * 1e9))
+
+    def _leave(self, flight: Flight, page: Page) -> None:
+        """Tell one waiter that its deadline for one page has passed; others go on waiting."""
+        if flight in self._waiters.get(page, ()):
+            self._detach_page(flight, page)
+            flight.fail(page, DEADLINE)
+
     def _flush_transfers(self, page_count: int | None) -> None:
         if not self._transfers:
             return
@@ -684,12 +727,19 @@ class Executor:
         try:
             self._disk.submit(self._queue, list(batch.values()))
             self._open_io += len(batch)
+            self._note_expiry(batch)
         except (KVStoreError, OSError) as error:
             logger.warning("%d disk transfers refused: %s", len(batch), error)
             for job in batch:
                 job.status = job.status or (CANCELLED if isinstance(error, StoreClosed) else -5)
                 self._transfer_ended(job)
             self.settle()
+
+    def _note_expiry(self, jobs: Iterable[_Job]) -> None:
+        default = self._loop.time() + self._stall_s
+        for job in jobs:
+            if job.transfer is not None:
+                job.expires_at = job.transfer.deadline_ns / 1e9 or default
 
     def _transfer_back(self, job: _Job, status: int, flags: int, _value: int) -> None:
         transfer = job.transfer
@@ -763,6 +813,7 @@ class Executor:
         job.is_ended = True
         if job.is_gated:
             if job.status == OK:
+                job.is_void |= job.ticket is not None and job.ticket.status not in {None, OK}
                 self._pulled(job)
             self._end_gated(job)
         elif job.status == OK and self._is_pulling(job):
@@ -782,6 +833,8 @@ class Executor:
         self._landless.pop(job, None)
         if job.stall_timer is not None:
             job.stall_timer.cancel()
+        for timer in job.bounds.values():
+            timer.cancel()
         if status == OK:
             self._tables.move_done(move)
         elif status == CANCELLED and job.is_cancelled:
@@ -875,13 +928,16 @@ class Executor:
 
     def _detach_pages(self, flight: Flight) -> None:
         for page in flight.remaining:
-            flights = self._waiters.get(page)
-            if not flights or flight not in flights:
-                continue
-            flights.remove(flight)
-            if not flights:
-                del self._waiters[page]
-                self._tables.abandon([page])
+            self._detach_page(flight, page)
+
+    def _detach_page(self, flight: Flight, page: Page) -> None:
+        flights = self._waiters.get(page)
+        if not flights or flight not in flights:
+            return
+        flights.remove(flight)
+        if not flights:
+            del self._waiters[page]
+            self._tables.abandon([page])
 
     def abandon_waiters(self) -> None:
         """End every wait: the store has failed."""
@@ -960,7 +1016,8 @@ class Executor:
             for job in reads:
                 assert job.transfer is not None
                 job.is_gated = True
-                job.transfer.ticket = gated.tickets[group].ticket
+                gated.jobs.append(job)
+                job.ticket = job.transfer.ticket = gated.tickets[group].ticket
                 job.transfer.deadline_ns = deadline_ns
                 batch.append(job.transfer)
                 del self._transfers[job]
@@ -1014,17 +1071,37 @@ class Executor:
         """A gated move ends when its copy has passed and its transfer has ended."""
         if job.copies_open or not job.is_ended:
             return
+        if job.is_void and job.status == OK:
+            job.is_gated = False
+            self._push(job)  # the copy behind the gate took what lay there before
+            return
         self._end(job, job.status)
+
+    def void(self, gated: Gated) -> None:
+        """Note that the tickets are given up: open ones are published although their bytes are not
+        there, so the copies behind them read the landing slots too early.
+
+        Whoever else waits for these pages is served by a second copy, after the verdict (INV-205,
+        INV-220).
+        """
+        for job in gated.jobs:
+            if job.ticket is not None:
+                job.is_void |= job.ticket.status != OK
+                job.ticket = None
 
 
 @final
 class Gated:
-    """What a gated start enqueued: a ticket and the event behind the copies, per pool group."""
+    """What a gated start enqueued: a ticket and the event behind the copies, per pool group.
 
-    __slots__ = ("events", "tickets")
+    ``jobs`` are the reads behind the tickets.
+    """
+
+    __slots__ = ("events", "jobs", "tickets")
 
     def __init__(self, tickets: dict[int, GateTicket]) -> None:
         self.tickets = tickets
+        self.jobs: list[_Job] = []
         self.events: dict[int, Any] = {}
 
 

@@ -504,6 +504,7 @@ class RestoreQueue:
         )
         if deadline_at is not None:
             flight.set_deadline(deadline_at, self._store.executor.expire)
+        self._store.executor.share_deadline(flight)
         self.started_count += 1
         for group, count in enumerate(need):
             self._open[group] += count
@@ -894,6 +895,7 @@ class Session:
             if self._state is SessionState.ACTIVE:
                 self._rebuild_tables()
         restore._gated = None  # noqa: SLF001
+        self.store.executor.void(gated)
         lease.end(gated.tickets.values())
 
     # Growing and committing.
@@ -1293,6 +1295,7 @@ class Prefetch:
             self._flight,
             [page for page in wanted if page.level > self._level or not page.is_ready],
         )
+        store.executor.share_deadline(self._flight)
         self._timer = loop.call_later(self._timeout, self.cancel)
         store.settle()
 

@@ -296,7 +296,7 @@ class Transfer:
     parent_key: bytes
     block_index: int
     callback: Callable[[int, int, int], Any]
-    deadline_ns: int = 0
+    deadline_ns: int = 0  # 0: the engine's default
     ticket: Ticket | None = None
     handle: int = 0
     token: int = 0
@@ -609,6 +609,10 @@ class DiskTier:
     def cancel(self, transfer: Transfer) -> None:
         """Withdraw what is queued of a transfer; its END completion still comes (INV-118)."""
         self._engine.cancel(transfer.handle)
+
+    def extend_deadline(self, transfer: Transfer, deadline_ns: int) -> None:
+        """Let a submitted transfer take longer: a later waiter has the time (INV-336)."""
+        self._engine.extend_deadline(transfer.handle, deadline_ns)
 
     def _fill_numbers(
         self, queue: Completions, transfers: Sequence[Transfer], records: Submissions
