@@ -440,8 +440,7 @@ static void watch_stream(kvs_cuda *device, uint64_t stream) {
     pthread_mutex_lock(&device->streams_mutex);
     if (device->stream_count == device->stream_room) {
         device->stream_room = device->stream_room ? 2 * device->stream_room : 16;
-        device->streams =
-            realloc(device->streams, device->stream_room * sizeof device->streams[0]);
+        device->streams = realloc(device->streams, device->stream_room * sizeof device->streams[0]);
         assert(device->streams);
     }
     device->streams[device->stream_count++] = stream;
@@ -465,8 +464,8 @@ int kvs_cuda_stream_new(kvs_cuda *device, int priority, uint64_t *stream) {
     if (result) {
         return result;
     }
-    result = device->call.cuStreamCreateWithPriority((handle_t *)stream, STREAM_NON_BLOCKING,
-                                                     priority);
+    result =
+        device->call.cuStreamCreateWithPriority((handle_t *)stream, STREAM_NON_BLOCKING, priority);
     if (result == 0) {
         watch_stream(device, *stream);
     }
@@ -971,9 +970,9 @@ int kvs_cuda_thread_begin(kvs_cuda *device) {
 
 /* A parked event or word never says that the context is lost, and an idle stream may not either:
  * cuStreamQuery of a stream without work returns at once. So every stream of ours is asked, and the
- * service stream, which never waits for anything, gets one word to write each time. At most one such
- * write is outstanding, so the call cannot meet a full queue, and nothing here waits for a gate.
- * A capturing stream is left out: asking it would end the capture.
+ * service stream, which never waits for anything, gets one word to write each time. At most one
+ * such write is outstanding, so the call cannot meet a full queue, and nothing here waits for a
+ * gate. A capturing stream is left out: asking it would end the capture.
  */
 int kvs_cuda_probe_error(kvs_cuda *device) {
     int result = kvs_cuda_error(device);
