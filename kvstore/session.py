@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import warnings
 from collections import deque
 from collections.abc import Awaitable, Generator, Iterable, Sequence
@@ -648,9 +649,12 @@ class Session:
         Units: ``deadline`` in seconds from now.
         Cancellation: the session is suspended again and holds what it held (INV-916).
         Raises: OutOfPages: it never fits, or not now with ``wait=False``. DeadlineError: the
-        deadline passed; the session is suspended. LogicError: not suspended.
+        deadline passed; the session is suspended. LogicError: not suspended. ValueError: the
+        deadline is not a finite number.
         """
         self._need(SessionState.SUSPENDED, "resume")
+        if deadline is not None:
+            cfg.check_seconds("deadline", deadline)
         self._go(SessionState.RESTORING)
         self._restore = None
         try:
@@ -927,6 +931,7 @@ class Session:
         Cost: O(new blocks). Raises: LogicError: the session is not active.
         """
         self._need(SessionState.ACTIVE, "try_grow")
+        tokens_total = operator.index(tokens_total)
         missing = -(-tokens_total // self._block_tokens) - self._block_count
         if missing <= 0:
             return True
@@ -1146,6 +1151,8 @@ class Session:
         """
         self._need(SessionState.SUSPENDED, "prefetch")
         index = self.store.level_index(level)
+        if timeout is not None:
+            cfg.check_seconds("timeout", timeout)
         if index == 0:
             raise LogicError("prefetch: level 0 is what resume is for")
         handle = Prefetch(

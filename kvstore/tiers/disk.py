@@ -93,6 +93,14 @@ class SlotFiles(Protocol):
         """Extend by real allocation, or cut. Raises: CapacityError: no space, size unchanged."""
         ...
 
+    def file_system(self, file: OpenFile) -> int:
+        """Return a number that files on one file system share."""
+        ...
+
+    def check_room(self, file: OpenFile, needed: int) -> None:
+        """Raise CapacityError unless ``needed`` bytes are free where the file lies."""
+        ...
+
     def read(self, file: OpenFile, offset: int, length: int) -> bytes:
         """Read metadata through the page cache; may return less at the end of the file."""
         ...
@@ -206,6 +214,14 @@ class OsSlotFiles:
             _check_room(fd, size - start)
             raise
 
+    def file_system(self, file: OpenFile) -> int:
+        """Return the device number."""
+        return os.fstat(_any_fd(file)).st_dev
+
+    def check_room(self, file: OpenFile, needed: int) -> None:
+        """Ask the file system."""
+        _check_room(_any_fd(file), needed)
+
     def read(self, file: OpenFile, offset: int, length: int) -> bytes:
         """Read through whichever descriptor there is; direct needs an aligned buffer."""
         if file.buffered_fd >= 0:
@@ -278,7 +294,8 @@ def _direct_write(fd: int, offset: int, data: bytes) -> None:
     assert len(data) % 4096 == 0
     buffer = _aligned(len(data))
     buffer[: len(data)] = data
-    os.pwritev(fd, [buffer], offset)
+    if os.pwritev(fd, [buffer], offset) != len(buffer):
+        raise OSError(errno.EIO, "a metadata write was cut short")
 
 
 @final
@@ -414,6 +431,12 @@ class DiskTier:
         Raises: ConfigError, BusyError, CapacityError; nothing is left open or behind then.
         """
         try:
+            real = [Path(path).resolve() for path in self._config.paths]
+            if len(set(real)) != len(real):
+                raise ConfigError(
+                    f"disk_cache_path: {', '.join(self._config.paths)} name a directory twice",
+                    field="disk_cache_path",
+                )
             for path in self._config.paths:
                 self._locks.append(self._files.lock(path))
             for group, slot_count in zip(self.groups, slot_counts, strict=True):
@@ -552,6 +575,23 @@ class DiskTier:
                         (Path(self._config.paths[path_index]) / name).unlink()
 
     # Growth and shrink.
+
+    def check_room(self, missing: Sequence[int]) -> None:
+        """Raise CapacityError unless so many more slots per group could fit; blocking.
+
+        Paths on one file system share its free bytes.
+        """
+        needed: dict[int, int] = {}
+        example: dict[int, OpenFile] = {}
+        for group, count in zip(self.groups, missing, strict=True):
+            for path_index, file in enumerate(group.files):
+                part = local_count(group.slot_count + count, path_index, self.path_count)
+                byte_count = (part - group.ends[path_index]) * group.slot_bytes
+                place = self._files.file_system(file)
+                example[place] = file
+                needed[place] = needed.get(place, 0) + max(0, byte_count)
+        for place, byte_count in needed.items():
+            self._files.check_room(example[place], byte_count)
 
     def resize_files(self, group: DiskGroup, slot_count: int) -> None:
         """Extend or cut the files of a group; blocking. Callers drained what is cut (INV-904)."""

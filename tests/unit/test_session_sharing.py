@@ -226,6 +226,33 @@ async def test_who_leaves_the_gate_early_does_not_spoil_it_for_others(how: str) 
         assert 1 == store.stats().engine.tickets_failed
 
 
+async def test_nobody_queues_for_the_slots_of_a_transfer_that_never_ends() -> None:
+    """INV-119, INV-335: a restore that fits only with them is refused, so that others get by."""
+    wide = list(range(500, 500 + 8 * BLOCK))
+    async with opened(
+        device_pages=8, host_pages=16, io={"deadline": 0.1, "drain_timeout": 1.0}
+    ) as (
+        _store,
+        client,
+        rig,
+    ):
+        await client.put(wide)
+        await client.put(TOKENS)
+        await client.flood(40)
+        rig.faults.add("never", 0, opcode=Opcode.READ, count=2)
+        assert len(TOKENS) > await client.get(TOKENS)
+        client.step()
+        with anyio.fail_after(5):
+            with pytest.raises(kvstore.OutOfPages):
+                await client.get(wide)
+            assert 32 == await client.get(wide[:32])
+        rig.faults.release()
+        client.step()
+        await anyio.sleep(0.1)
+        client.step()
+        assert len(wide) == await client.get(wide)
+
+
 async def test_copy_options_without_prefix_reuse_warn(caplog: pytest.LogCaptureFixture) -> None:
     """INV-133: they act on reusable pages only; a warning, not an error, and no page matches."""
     with caplog.at_level(logging.WARNING, "kvstore.store"):
