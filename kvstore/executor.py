@@ -619,7 +619,10 @@ class Executor:
         logger.warning("device copy of %d pages refused: %s", len(jobs), error)
         for job in jobs:
             job.copies_open = 0
-            self._end(job, DEVICE_FAILED)
+            if job.is_gated and not job.is_ended:
+                job.status = DEVICE_FAILED  # its landing slot is borrowed until the read has ended
+            else:
+                self._end(job, DEVICE_FAILED)
         if getattr(error, "is_sticky", False):
             self._on_failure(error)
 
@@ -788,7 +791,7 @@ class Executor:
     def _transferred(self, job: _Job, transfer: Transfer, status: int, flags: int) -> None:
         """A disk transfer has a verdict, has ended, or both (INV-118, INV-119)."""
         if flags & VERDICT:
-            job.status = status
+            job.status = job.status or status  # a copy behind the gate may have failed before
             if not flags & END and status != OK:
                 self._early_verdict(job, status)
         if flags & END:
