@@ -266,9 +266,7 @@ os._exit(0)
     "kind",
     ["idle stream", "written stream", "faulted stream", "parked stream", "parked event", "record"],
 )
-def test_t8_what_tells_a_loss_is_recorded(
-    cuda: Any, record: Any, kind: str, gates: int
-) -> None:
+def test_t8_what_tells_a_loss_is_recorded(cuda: Any, record: Any, kind: str, gates: int) -> None:
     """T8: which call reports the code after a fault elsewhere; each in a process of its own."""
     cuda.close()
     done = subprocess.run(
