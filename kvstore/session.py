@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import warnings
 from collections import deque
 from collections.abc import Awaitable, Generator, Iterable, Sequence
@@ -313,12 +314,12 @@ class Restore:
     def _tickets_failed(self) -> bool:
         if self._gated is None:
             return False
-        return any(ticket.status not in {None, OK} for ticket in self._gated.tickets.values())
+        return any(ticket.status not in {None, OK} for ticket in self._gated.tickets)
 
     def _tickets_open(self) -> bool:
         if self._gated is None:
             return False
-        return any(ticket.status is None for ticket in self._gated.tickets.values())
+        return any(ticket.status is None for ticket in self._gated.tickets)
 
 
 @final
@@ -385,12 +386,20 @@ class RestoreQueue:
         return len(self._waiting)
 
     def start_now(
-        self, session: Session, pages: list[Page], deadline_at: float | None
+        self,
+        session: Session,
+        pages: list[Page],
+        deadline_at: float | None,
+        *,
+        is_settled: bool = True,
     ) -> Started | Refusal | None:
-        """Start a restore if nobody older waits and it fits; None: it is not its turn."""
+        """Start a restore if nobody older waits and it fits; None: it is not its turn.
+
+        Without ``is_settled`` the caller settles: a gated restore starts its moves itself.
+        """
         if self._waiting:
             return None
-        return self._start(session, pages, deadline_at)
+        return self._start(session, pages, deadline_at, is_settled=is_settled)
 
     async def start(
         self,
@@ -478,7 +487,12 @@ class RestoreQueue:
         self._store.settle()
 
     def _start(
-        self, session: Session, pages: list[Page], deadline_at: float | None
+        self,
+        session: Session,
+        pages: list[Page],
+        deadline_at: float | None,
+        *,
+        is_settled: bool = True,
     ) -> Started | Refusal | None:
         tables = self._store.tables
         pages = [page for page in pages if page.state is not PageState.DEAD]
@@ -504,11 +518,13 @@ class RestoreQueue:
         )
         if deadline_at is not None:
             flight.set_deadline(deadline_at, self._store.executor.expire)
+        self._store.executor.share_deadline(flight)
         self.started_count += 1
         for group, count in enumerate(need):
             self._open[group] += count
         flight.when_done(lambda: self._ended(need))
-        self._store.executor.settle()
+        if is_settled:
+            self._store.executor.settle()
         return Started(flight, applied)
 
     def _ended(self, need: list[int]) -> None:
@@ -633,9 +649,12 @@ class Session:
         Units: ``deadline`` in seconds from now.
         Cancellation: the session is suspended again and holds what it held (INV-916).
         Raises: OutOfPages: it never fits, or not now with ``wait=False``. DeadlineError: the
-        deadline passed; the session is suspended. LogicError: not suspended.
+        deadline passed; the session is suspended. LogicError: not suspended. ValueError: the
+        deadline is not a finite number.
         """
         self._need(SessionState.SUSPENDED, "resume")
+        if deadline is not None:
+            cfg.check_seconds("deadline", deadline)
         self._go(SessionState.RESTORING)
         self._restore = None
         try:
@@ -851,7 +870,7 @@ class Session:
         if lease is None:
             return None
         deadline_at = None if deadline is None else self._now() + deadline
-        started = self.store.restores.start_now(self, wanted, deadline_at)
+        started = self.store.restores.start_now(self, wanted, deadline_at, is_settled=False)
         if not isinstance(started, Started):
             lease.end((), is_fallback=True)
             return None
@@ -876,6 +895,7 @@ class Session:
         moves = [move for move in started.applied.moves if move.page in started.flight.remaining]
         own = {move.page for move in moves}
         if any(page not in own for page in started.flight.remaining):
+            self.store.executor.settle()
             return None  # somebody else's transfer is on its way: its verdict comes by the loop
         seconds = self.store.config.io.deadline if deadline is None else deadline
         return self.store.executor.start_gated(
@@ -894,7 +914,8 @@ class Session:
             if self._state is SessionState.ACTIVE:
                 self._rebuild_tables()
         restore._gated = None  # noqa: SLF001
-        lease.end(gated.tickets.values())
+        self.store.executor.void(gated)
+        lease.end(gated.tickets)
 
     # Growing and committing.
 
@@ -910,6 +931,7 @@ class Session:
         Cost: O(new blocks). Raises: LogicError: the session is not active.
         """
         self._need(SessionState.ACTIVE, "try_grow")
+        tokens_total = operator.index(tokens_total)
         missing = -(-tokens_total // self._block_tokens) - self._block_count
         if missing <= 0:
             return True
@@ -1129,6 +1151,8 @@ class Session:
         """
         self._need(SessionState.SUSPENDED, "prefetch")
         index = self.store.level_index(level)
+        if timeout is not None:
+            cfg.check_seconds("timeout", timeout)
         if index == 0:
             raise LogicError("prefetch: level 0 is what resume is for")
         handle = Prefetch(
@@ -1293,6 +1317,7 @@ class Prefetch:
             self._flight,
             [page for page in wanted if page.level > self._level or not page.is_ready],
         )
+        store.executor.share_deadline(self._flight)
         self._timer = loop.call_later(self._timeout, self.cancel)
         store.settle()
 
