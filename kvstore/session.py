@@ -477,6 +477,13 @@ class RestoreQueue:
             if not entry.future.done():
                 entry.future.set_exception(error)
 
+    def forget(self, session: Session) -> None:
+        """End the wait of a session that closes: nothing may be granted to it any more."""
+        for waiting in [entry for entry in self._waiting if entry.session is session]:
+            self._waiting.remove(waiting)
+            if not waiting.future.done():
+                waiting.future.set_exception(LogicError("resume: the session was closed meanwhile"))
+
     def _leave(self, waiting: _Waiting) -> None:
         future = waiting.future
         if future.done() and not future.cancelled() and future.exception() is None:
@@ -512,6 +519,7 @@ class RestoreQueue:
             return plan
         applied = tables.apply(plan)
         flight = Flight(self._loop, 0, session.on_restored)
+        session.wait_for(flight)
         session.lock_ready(pages)
         self._store.executor.attach(
             flight, (page for page in pages if not session.has_locked(page))
@@ -580,6 +588,7 @@ class Session:
         self._is_stream_given = False
         self._is_host_ordered = False  # no stream orders the caller's use of its pages
         self._restore: Restore | None = None
+        self._flight: Flight | None = None  # what a resume waits for
         self._lease: GateLease | None = None
         self._prefetches: list[Prefetch] = []
         self._tables: list[PageTable] = []
@@ -673,7 +682,7 @@ class Session:
             raise
         self._end_prefetches()
         self._go(SessionState.ACTIVE)
-        self._restore = restore
+        self._restore, self._flight = restore, None
         self._rebuild_tables()
         restore.valid_tokens = self.history_tokens
         return restore
@@ -816,9 +825,20 @@ class Session:
         """Whether this session holds a lock on the page."""
         return page in self._locked
 
+    def wait_for(self, flight: Flight) -> None:
+        """Note what the resume waits for: it ends with the resume or with the session."""
+        self._flight = flight
+
+    def _end_flight(self) -> None:
+        """Wait no longer; pages that arrive later are not locked for this session (INV-916)."""
+        flight, self._flight = self._flight, None
+        if flight is not None and not flight.is_done:
+            self.store.executor.detach(flight)
+
     def _back_to_suspended(self) -> None:
         if self._state is SessionState.CLOSED:
             return
+        self._end_flight()
         self._unlock_all(PASSED)
         self._go(SessionState.SUSPENDED)
         self.store.executor.room_grew = True
@@ -1089,6 +1109,8 @@ class Session:
         if self._state is SessionState.CLOSED:
             return
         self._end_prefetches()
+        self.store.restores.forget(self)
+        self._end_flight()
         self._abandon_gate()
         self._take_grown()
         was_active = bool(self._locked)
