@@ -53,6 +53,8 @@ RETRY = -10_100
 DEVICE_FAILED = -10_101
 #: Pages handed to device and engine in one turn of the loop; the rest leaves in the next ones.
 TURN_PAGES_MAX = 256
+#: Between two attempts to be told of the end of device copies.
+NOTIFY_RETRY_S = 0.01
 
 VERDICT = int(CompletionFlag.VERDICT)
 END = int(CompletionFlag.END)
@@ -174,11 +176,12 @@ class _Job:
     """A move in the executor's hands, from its start to its last completion.
 
     ``landing`` is a slot of ``loans`` that belongs to the job. ``status`` is the verdict of its
-    disk transfer so far; ``is_gated`` moves were enqueued behind a ticket.
+    disk transfer so far, ``copy_status`` that of its device copies; ``is_gated`` moves were enqueued behind a ticket.
     """
 
     __slots__ = (
         "copies_open",
+        "copy_status",
         "is_cancelled",
         "is_ended",
         "is_gated",
@@ -200,6 +203,7 @@ class _Job:
         self.is_gated = False
         self.is_ended = False  # no piece of its disk transfer is in flight
         self.copies_open = 0
+        self.copy_status = OK
         self.stall_timer: asyncio.TimerHandle | None = None
 
     def give_back(self) -> None:
@@ -551,21 +555,29 @@ class Executor:
             device_slots=[device_slot for device_slot, _ in slots],
             host_slots=[host_slot for _, host_slot in slots],
         )
+        is_accepted = True
         try:
             self._wait_fences(stream, jobs)
             self._device.copy(stream, batch)
-            event = stream.record()
-            for job in jobs:
-                job.copies_open += 1
-            self._device.notify(stream, lambda status, *_: self._copies_back(jobs, status))
-            self._open_io += 1
         except KVStoreError as error:
-            self._copy_refused(jobs, error)
+            # A part may have been enqueued: slots come back only once the stream has passed.
+            is_accepted = False
+            logger.warning("device copy of %d pages refused: %s", len(jobs), error)
+            for job in jobs:
+                job.copy_status = DEVICE_FAILED
+        for job in jobs:
+            job.copies_open += 1
+        self._open_io += 1
+        event = self._record(stream) if is_accepted else None
+        self._notify_copies(stream, jobs)
+        if not is_accepted:
             return None
         name = direction.value
         self.moved_bytes[name] = self.moved_bytes.get(name, 0) + self.page_bytes[group] * len(jobs)
         for job in jobs:
             move = job.move
+            if event is None:
+                continue  # others wait for the end itself
             if direction is CopyDirection.TO_DEVICE:
                 self._tables.fence_enqueued(move.target_fence, event)
             if not move.is_source_released and (
@@ -583,14 +595,39 @@ class Executor:
                     seen.add(id(fence.event))
                     stream.wait_event(fence.event)
 
-    def _copy_refused(self, jobs: list[_Job], error: KVStoreError) -> None:
-        """The device refused a batch: its pages fail, and the store too if the device is lost."""
-        logger.warning("device copy of %d pages refused: %s", len(jobs), error)
-        for job in jobs:
-            job.copies_open = 0
-            self._end(job, DEVICE_FAILED)
-        if getattr(error, "is_sticky", False):
-            self._on_failure(error)
+    def _record(self, stream: Stream) -> Any:
+        """Return an event behind the batch, or None if the device refuses to record one."""
+        try:
+            return stream.record()
+        except KVStoreError as error:
+            logger.warning("event behind a device copy refused: %s", error)
+            return None
+
+    def _notify_copies(self, stream: Stream, jobs: list[_Job]) -> None:
+        """Ask to be told when the stream has passed; until then nothing of the batch is free.
+
+        A refusal is tried again, because the copies may be running (INV-120). On a lost device
+        nothing runs any more: the pages fail, and the store with them.
+        """
+        try:
+            self._device.notify(stream, lambda status, *_: self._copies_back(jobs, status))
+        except KVStoreError as error:
+            if isinstance(error, DeviceError) and not getattr(error, "is_sticky", False):
+                logger.warning("notification of a device copy refused: %s", error)
+                self._loop.call_later(
+                    NOTIFY_RETRY_S, self._guarded, self._notify_copies, stream, jobs
+                )
+                return
+            self._open_io -= 1
+            for job in jobs:
+                job.copies_open -= 1
+                job.copy_status = DEVICE_FAILED
+                if job.is_gated:
+                    self._end_gated(job)  # its read may be on the way still
+                else:
+                    self._end(job, DEVICE_FAILED)
+            if getattr(error, "is_sticky", False):
+                self._on_failure(error)
 
     def _copies_back(self, jobs: list[_Job], status: int) -> None:
         self._open_io -= 1
@@ -600,11 +637,11 @@ class Executor:
         """A batch of device copies has completed."""
         for job in jobs:
             job.copies_open -= 1
+            job.copy_status = job.copy_status or status
             if job.is_gated:
-                job.status = job.status or status
                 self._end_gated(job)
-            elif status != OK:
-                self._end(job, status)
+            elif job.copy_status != OK:
+                self._end(job, job.copy_status)
             elif self._is_pulling(job):
                 self._pulled(job)
             else:
@@ -762,7 +799,7 @@ class Executor:
         job.transfer = None
         job.is_ended = True
         if job.is_gated:
-            if job.status == OK:
+            if job.status == OK and job.copy_status == OK:
                 self._pulled(job)
             self._end_gated(job)
         elif job.status == OK and self._is_pulling(job):
@@ -1014,7 +1051,7 @@ class Executor:
         """A gated move ends when its copy has passed and its transfer has ended."""
         if job.copies_open or not job.is_ended:
             return
-        self._end(job, job.status)
+        self._end(job, job.status or job.copy_status)
 
 
 @final
@@ -1026,6 +1063,13 @@ class Gated:
     def __init__(self, tickets: dict[int, GateTicket]) -> None:
         self.tickets = tickets
         self.events: dict[int, Any] = {}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether streams can wait for everything: no wait, copy or event was refused."""
+        return all(
+            self.events.get(group) is not None for group in self.events.keys() | self.tickets.keys()
+        )
 
 
 def status_text(status: int) -> str:
