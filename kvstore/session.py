@@ -319,12 +319,12 @@ class Restore:
     def _tickets_failed(self) -> bool:
         if self._gated is None:
             return False
-        return any(ticket.status not in {None, OK} for ticket in self._gated.tickets.values())
+        return any(ticket.status not in {None, OK} for ticket in self._gated.tickets)
 
     def _tickets_open(self) -> bool:
         if self._gated is None:
             return False
-        return any(ticket.status is None for ticket in self._gated.tickets.values())
+        return any(ticket.status is None for ticket in self._gated.tickets)
 
 
 @final
@@ -391,12 +391,20 @@ class RestoreQueue:
         return len(self._waiting)
 
     def start_now(
-        self, session: Session, pages: list[Page], deadline_at: float | None
+        self,
+        session: Session,
+        pages: list[Page],
+        deadline_at: float | None,
+        *,
+        is_settled: bool = True,
     ) -> Started | Refusal | None:
-        """Start a restore if nobody older waits and it fits; None: it is not its turn."""
+        """Start a restore if nobody older waits and it fits; None: it is not its turn.
+
+        Without ``is_settled`` the caller settles: a gated restore starts its moves itself.
+        """
         if self._waiting:
             return None
-        return self._start(session, pages, deadline_at)
+        return self._start(session, pages, deadline_at, is_settled=is_settled)
 
     async def start(
         self,
@@ -484,7 +492,12 @@ class RestoreQueue:
         self._store.settle()
 
     def _start(
-        self, session: Session, pages: list[Page], deadline_at: float | None
+        self,
+        session: Session,
+        pages: list[Page],
+        deadline_at: float | None,
+        *,
+        is_settled: bool = True,
     ) -> Started | Refusal | None:
         tables = self._store.tables
         pages = [page for page in pages if page.state is not PageState.DEAD]
@@ -510,11 +523,13 @@ class RestoreQueue:
         )
         if deadline_at is not None:
             flight.set_deadline(deadline_at, self._store.executor.expire)
+        self._store.executor.share_deadline(flight)
         self.started_count += 1
         for group, count in enumerate(need):
             self._open[group] += count
         flight.when_done(lambda: self._ended(need))
-        self._store.executor.settle()
+        if is_settled:
+            self._store.executor.settle()
         return Started(flight, applied)
 
     def _ended(self, need: list[int]) -> None:
@@ -860,7 +875,7 @@ class Session:
         if lease is None:
             return None
         deadline_at = None if deadline is None else self._now() + deadline
-        started = self.store.restores.start_now(self, wanted, deadline_at)
+        started = self.store.restores.start_now(self, wanted, deadline_at, is_settled=False)
         if not isinstance(started, Started):
             lease.end((), is_fallback=True)
             return None
@@ -870,8 +885,7 @@ class Session:
             return started
         if not (gated.is_whole and self._follow(gated, stream)):
             # Something is not ordered behind the gate: only the loop knows its end (INV-213).
-            tickets = gated.tickets.values()
-            started.flight.when_done(lambda: lease.end(tickets, is_fallback=True))
+            started.flight.when_done(lambda: self._end_lease(gated, lease))
             return started
         restore.is_gated = True
         restore._flight = started.flight  # noqa: SLF001  the restore is ours
@@ -879,6 +893,10 @@ class Session:
         self._lease = lease
         started.flight.when_done(lambda: self._gated_done(restore, started.flight, gated, lease))
         return started
+
+    def _end_lease(self, gated: Gated, lease: GateLease) -> None:
+        self.store.executor.void(gated)
+        lease.end(gated.tickets, is_fallback=True)
 
     def _follow(self, gated: Gated, stream: Any) -> bool:
         """Let the caller's stream wait for the copies; False if the device refuses."""
@@ -898,6 +916,7 @@ class Session:
         moves = [move for move in started.applied.moves if move.page in started.flight.remaining]
         own = {move.page for move in moves}
         if any(page not in own for page in started.flight.remaining):
+            self.store.executor.settle()
             return None  # somebody else's transfer is on its way: its verdict comes by the loop
         seconds = self.store.config.io.deadline if deadline is None else deadline
         return self.store.executor.start_gated(
@@ -916,7 +935,8 @@ class Session:
             if self._state is SessionState.ACTIVE:
                 self._rebuild_tables()
         restore._gated = None  # noqa: SLF001
-        lease.end(gated.tickets.values())
+        self.store.executor.void(gated)
+        lease.end(gated.tickets)
 
     # Growing and committing.
 
@@ -1321,6 +1341,7 @@ class Prefetch:
             self._flight,
             [page for page in wanted if page.level > self._level or not page.is_ready],
         )
+        store.executor.share_deadline(self._flight)
         self._timer = loop.call_later(self._timeout, self.cancel)
         store.settle()
 

@@ -64,6 +64,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 WORKERS = 4
 SURVIVED_CANCELS_MAX = 1000
+#: A slot that drains may wait for a transfer that has only begun when the wait does, and then for
+#: what its verdict sets free: one deadline of a transfer would be too short (INV-119).
+DRAIN_DEADLINES = 2
 DEGRADED_WRITE_FAILURES = 3  # required or background writes that failed in a row
 
 
@@ -813,7 +816,7 @@ class KVStore:
         """As `step`, without closing the step: done when the slots asked for so far are drained."""
         granted, self._granted = self._granted, {}
         open_fences = [one for one in granted if not one.passed]
-        drain = Drain(self._loop, open_fences, self.config.io.deadline)
+        drain = Drain(self._loop, open_fences, DRAIN_DEADLINES * self.config.io.deadline)
         if not drain.check():
             self._drains.append(drain)
         self._after_turn()

@@ -1,4 +1,4 @@
-"""A device that refuses one call of a gated restore: nobody computes on pages that have not come."""
+"""A device that refuses one call of a gated restore: nobody computes on pages not yet there."""
 
 from __future__ import annotations
 
