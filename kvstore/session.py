@@ -80,6 +80,11 @@ class StoreServices(Protocol):
     restores: RestoreQueue
     prefetches: PrefetchBudget
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the process was forked since: then nothing may be touched, nor given back."""
+        ...
+
     def check_open(self) -> None:
         """Raise StoreClosed, StoreFailed, or LogicError in a foreign thread."""
         ...
@@ -906,16 +911,32 @@ class Session:
         if gated is None:
             lease.end((), is_fallback=True)
             return started
+        if not (gated.is_whole and self._follow(gated, stream)):
+            # Something is not ordered behind the gate: only the loop knows its end (INV-213).
+            started.flight.when_done(lambda: self._end_lease(gated, lease))
+            return started
         restore.is_gated = True
         restore._flight = started.flight  # noqa: SLF001  the restore is ours
         restore._gated = gated  # noqa: SLF001
         self._lease = lease
-        if stream is not None and self._stream is not None:
-            for event in gated.events.values():
-                if event is not None:
-                    self._stream.wait_event(event)
         started.flight.when_done(lambda: self._gated_done(restore, started.flight, gated, lease))
         return started
+
+    def _end_lease(self, gated: Gated, lease: GateLease) -> None:
+        self.store.executor.void(gated)
+        lease.end(gated.tickets, is_fallback=True)
+
+    def _follow(self, gated: Gated, stream: Any) -> bool:
+        """Let the caller's stream wait for the copies; False if the device refuses."""
+        if stream is None or self._stream is None:
+            return True
+        try:
+            for event in gated.events.values():
+                self._stream.wait_event(event)
+        except DeviceError as error:
+            logger.warning("wait behind a gated restore refused: %s", error)
+            return False
+        return True
 
     def _enqueue_gated(
         self, started: Started, lease: GateLease, deadline: float | None
@@ -1115,6 +1136,9 @@ class Session:
     def close(self, fence: Any = None) -> None:
         """As `aclose`, at once. ``fence`` as in `suspend`."""
         if self._state is SessionState.CLOSED:
+            return
+        if self.store.is_foreign:
+            self._state = SessionState.CLOSED
             return
         self._end_prefetches()
         self._abandon_gate()
