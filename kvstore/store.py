@@ -197,6 +197,8 @@ class StoreContext:
         store, group = self._store, self._group
         assert store is not None
         assert group is not None
+        if store.is_foreign:
+            return  # a forked child owns nothing of it, its parent's loop and tasks included
         left_open, closing = store._end_sessions()  # noqa: SLF001
         try:
             await store._close_from_owner(flush=False)  # noqa: SLF001
@@ -706,6 +708,11 @@ class KVStore:
         if self._state is StoreState.FAILED:
             raise StoreFailed(f"the store has failed: {self._failure}") from self._failure
         raise StoreClosed(f"the store is {self._state.value}")
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this process is a forked child of the one that opened the store."""
+        return bool(self._poisoned)
 
     def settle(self) -> None:
         """Act on what the last transitions asked for, and serve waiting restores."""
@@ -1287,6 +1294,7 @@ class KVStore:
         for future in self._shrunk.values():
             if not future.done():
                 future.set_exception(StoreFailed(f"the store has failed: {error}"))
+                future.exception()  # nobody may be waiting any more
 
     def _end_drains(self, error: KVStoreError) -> None:
         drains, self._drains = self._drains, []
@@ -1301,6 +1309,8 @@ class KVStore:
         """
         if threading.get_ident() != self._thread_id:
             raise LogicError("a store is used from the thread of its event loop only")
+        if self._poisoned:
+            raise StoreFailed(self._poisoned)
         if self._state in {StoreState.CLOSING, StoreState.CLOSED}:
             if self._closing is not None:
                 await asyncio.shield(self._closing)
@@ -1579,6 +1589,7 @@ class Drain:
         self._stop_timer()
         if self._future is not None and not self._future.done():
             self._future.set_exception(error)
+            self._future.exception()  # nobody may be waiting any more (C21)
 
     def __await__(self) -> Generator[Any, None, None]:
         """Wait until every slot is drained. Raises: StoreClosed, StoreFailed, DeadlineError."""

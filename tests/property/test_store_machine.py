@@ -750,11 +750,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.client.raise_errors()
 
 
-TestStoreMachine = pytest.mark.slow(
-    StoreMachine.TestCase
-)  # the watchdog: a minute on a busy machine
+TestStoreMachine = pytest.mark.slow(StoreMachine.TestCase)  # a longer watchdog
 TestStoreMachine.settings = settings(
-    # The profile is that of tests/conftest.py, which also says whether examples are always the same.
+    # tests/conftest.py chooses the profile, and whether the examples are always the same.
     max_examples=settings.default.max_examples * 3 // 5,
     stateful_step_count=50,
     deadline=None,

@@ -31,6 +31,7 @@ async def test_page_moves_leave_no_cycles_of_references(tmp_path):
                 await session.resume()
                 cached = session.cached_tokens
                 await session.grow(tokens.size)
+                await store.step()
                 session.commit(tokens[cached:])
 
         for number in range(12):
