@@ -36,7 +36,7 @@ from kvstore.config import StoreConfig, Tier
 from kvstore.core import spec as core_spec
 from kvstore.core.slots import Fence
 from kvstore.core.tables import PASSED, Match, Refusal, Tables
-from kvstore.devices.base import Device, DevicePool, Stream
+from kvstore.devices.base import Device, DevicePool, Stream, device_error
 from kvstore.errors import (
     CapacityError,
     ConfigError,
@@ -700,12 +700,21 @@ class KVStore:
         if self._state is StoreState.OPEN and threading.get_ident() == self._thread_id:
             if self._poisoned:
                 raise StoreFailed(self._poisoned)
-            return
+            if not self.device.error:
+                return
+            self._notice_loss()
         if threading.get_ident() != self._thread_id:
             raise LogicError("a store is used from the thread of its event loop only")
         if self._state is StoreState.FAILED:
             raise StoreFailed(f"the store has failed: {self._failure}") from self._failure
         raise StoreClosed(f"the store is {self._state.value}")
+
+    def _notice_loss(self) -> None:
+        """Fail if the device is lost, whoever met the error first: no device call of the store may
+        be due for long, and its waiters need to hear of it (INV-917).
+        """
+        if self._state is StoreState.OPEN and self.device.error:
+            self.fail(device_error(self.device.error, "the device"))
 
     def settle(self) -> None:
         """Act on what the last transitions asked for, and serve waiting restores."""
@@ -976,6 +985,7 @@ class KVStore:
 
     def health(self) -> Health:
         """Return ``ok``, ``degraded`` or ``failed``, with reasons."""
+        self._notice_loss()
         if self._state is StoreState.FAILED:
             return Health("failed", (str(self._failure),))
         reasons = []
