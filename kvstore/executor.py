@@ -54,6 +54,13 @@ RETRY = -10_100
 DEVICE_FAILED = -10_101
 #: Pages handed to device and engine in one turn of the loop; the rest leaves in the next ones.
 TURN_PAGES_MAX = 256
+#: The first transfers of a large restore leave before the rest is prepared: the disk is not idle.
+EARLY_PAGES = 64
+#: Payload behind one ticket of a gated restore: disk and device link overlap slice by slice.
+SLICE_BYTES = 16 << 20
+#: Slices of one gated restore; each is a wait, a batch and two small launches behind the gate, and
+#: about a thousand launches fit.
+SLICES_MAX = 64
 
 VERDICT = int(CompletionFlag.VERDICT)
 END = int(CompletionFlag.END)
@@ -230,11 +237,11 @@ class _Rate:
         self._open = 0
         self._busy_since = 0.0
 
-    def start(self, now: float) -> None:
-        """Note that one more page is on its way."""
+    def start(self, now: float, page_count: int = 1) -> None:
+        """Note that more pages are on their way."""
         if not self._open:
             self._busy_since = now
-        self._open += 1
+        self._open += page_count
 
     def end(self, now: float, byte_count: int) -> None:
         """Note that a page has arrived: its share of the busy time is its cost."""
@@ -292,6 +299,8 @@ class Executor:
         self._is_flush_scheduled = False
         self.is_closing = False
         self._landless: dict[_Job, None] = {}  # jobs that wait for a landing slot
+        self._held: set[Move] = set()  # moves that a gated restore starts itself,
+        self._ready: list[Move] = []  # and those of them that may start
         self._landing_timer: asyncio.TimerHandle | None = None
         self.on_idle: list[Callable[[], None]] = []
         self._open_io = 0  # transfers and batches of copies that native code has
@@ -315,11 +324,21 @@ class Executor:
     # What the tables want.
 
     def settle(self) -> None:
-        """Take the outbox and act on it; the bytes leave at the end of this loop turn."""
+        """Take the outbox and act on it; the bytes leave at the end of this loop turn.
+
+        The first transfers of many leave at once: the disk works while the rest is prepared.
+        """
+        is_early = False
         while self._tables.outbox:
             outbox = self._tables.take_outbox()
             for move in outbox.start:
+                if move in self._held:
+                    self._ready.append(move)
+                    continue
                 self._start(move)
+                if len(self._transfers) == EARLY_PAGES and not is_early:
+                    is_early = True
+                    self._flush_transfers(None)
             for move in outbox.promote:
                 self._promote(move)
             for move in outbox.cancel:
@@ -550,8 +569,12 @@ class Executor:
         group: int,
         pool: HostPool,
         jobs: list[_Job],
+        seen: set[int] | None = None,
     ) -> Any:
-        """Enqueue one batch behind the fences of its slots; returns the event behind it."""
+        """Enqueue one batch behind the fences of its slots; returns the event behind it.
+
+        ``seen``: events that the stream waits for already; added to.
+        """
         slots = [self._copy_slots.pop(job) for job in jobs]
         batch = CopyBatch(
             group=group,
@@ -561,7 +584,7 @@ class Executor:
             host_slots=[host_slot for _, host_slot in slots],
         )
         try:
-            self._wait_fences(stream, jobs)
+            self._wait_fences(stream, jobs, set() if seen is None else seen)
             self._device.copy(stream, batch)
             event = stream.record()
             for job in jobs:
@@ -583,9 +606,8 @@ class Executor:
                 self._tables.fence_enqueued(move.source_fence, event)
         return event
 
-    def _wait_fences(self, stream: Stream, jobs: Iterable[_Job]) -> None:
+    def _wait_fences(self, stream: Stream, jobs: Iterable[_Job], seen: set[int]) -> None:
         """Order a batch behind the last users of its slots: kernels, copies out, copies in."""
-        seen: set[int] = set()
         for job in jobs:
             for fence in job.move.waits:
                 if not fence.passed and fence.event is not None and id(fence.event) not in seen:
@@ -597,7 +619,10 @@ class Executor:
         logger.warning("device copy of %d pages refused: %s", len(jobs), error)
         for job in jobs:
             job.copies_open = 0
-            self._end(job, DEVICE_FAILED)
+            if job.is_gated and not job.is_ended:
+                job.status = DEVICE_FAILED  # its landing slot is borrowed until the read has ended
+            else:
+                self._end(job, DEVICE_FAILED)
         if getattr(error, "is_sticky", False):
             self._on_failure(error)
 
@@ -652,6 +677,21 @@ class Executor:
         self, job: _Job, slot_id: int, generation: int, address: int, opcode: Opcode
     ) -> None:
         page = job.move.page
+        deadline_ns = self._deadline_ns(page) if opcode is Opcode.READ else 0
+        self._transfers[job] = self._transfer(
+            job, slot_id, generation, address, opcode, deadline_ns
+        )
+
+    def _transfer(
+        self,
+        job: _Job,
+        slot_id: int,
+        generation: int,
+        address: int,
+        opcode: Opcode,
+        deadline_ns: int,
+    ) -> Transfer:
+        page = job.move.page
         # The callback finds its transfer through the job: a closure over it would be a cycle of
         # references for each disk transfer, and the collector's pauses block the loop.
         transfer = job.transfer = Transfer(
@@ -665,9 +705,9 @@ class Executor:
             parent_key=page.parent_key or disk_format.NO_KEY,
             block_index=max(0, page.block_index),
             callback=partial(self._transfer_back, job),
-            deadline_ns=self._deadline_ns(page) if opcode is Opcode.READ else 0,
+            deadline_ns=deadline_ns,
         )
-        self._transfers[job] = transfer
+        return transfer
 
     def _deadline_ns(self, page: Page) -> int:
         """Return the latest deadline of those who wait, if it is later than the default (INV-336).
@@ -751,7 +791,7 @@ class Executor:
     def _transferred(self, job: _Job, transfer: Transfer, status: int, flags: int) -> None:
         """A disk transfer has a verdict, has ended, or both (INV-118, INV-119)."""
         if flags & VERDICT:
-            job.status = status
+            job.status = job.status or status  # a copy behind the gate may have failed before
             if not flags & END and status != OK:
                 self._early_verdict(job, status)
         if flags & END:
@@ -968,103 +1008,136 @@ class Executor:
         reserve: Callable[[Sequence[int]], list[GateTicket] | None],
         deadline_ns: int,
     ) -> Gated | None:
-        """Enqueue freshly planned restores behind tickets, one per pool group (INV-202).
+        """Start freshly planned restores behind tickets and settle everything else (INV-202).
 
-        The disk reads are submitted before the device waits are enqueued, because a launch behind a
-        closed gate may block the loop, and nothing behind a closed gate may need the loop.
+        Callers guarantee: nobody has settled since the moves were applied. Pool group after pool
+        group, and slice after slice within one, each behind a ticket of its own: reads leave while
+        later slices are prepared, and a slice is copied while the next ones are read. All reads
+        are submitted before the first device wait is enqueued, because a launch behind a closed
+        gate may block the loop, and nothing behind a closed gate may need the loop.
         Returns: None if something is not ready (`GateBusy`); the moves then go on in await mode.
         """
-        self._flush_copies(CopyDirection.TO_HOST, self._device.d2h, None)
-        by_group: dict[int, tuple[list[_Job], list[_Job]]] = {}
-        for move in moves:
-            job = self.jobs.get(move)
-            if job is None or not self._is_gateable(job):
-                return None
-            reads, recalls = by_group.setdefault(move.page.group, ([], []))
-            (reads if job.transfer is not None else recalls).append(job)
-        groups = sorted(group for group, (reads, _) in by_group.items() if reads)
-        tickets = reserve([len(by_group[group][0]) for group in groups]) if groups else []
-        if tickets is None:
+        self._settle_others(moves)
+        ready, self._ready = self._ready, []
+        slices = self._slices(moves) if len(ready) == len(moves) else None
+        counts = [len(part) for part in slices or ()]
+        tickets = None if slices is None else reserve(counts) if counts else []
+        if slices is None or tickets is None:
+            for move in ready:
+                self._start(move)
+            self.settle()
             return None
-        gated = Gated(dict(zip(groups, tickets, strict=True)))
-        self._submit_gated(by_group, gated, deadline_ns)
-        for group, (reads, recalls) in sorted(by_group.items()):
-            self._enqueue_gated(stream, group, reads, recalls, gated)
-        self._schedule_flush()
+        gated = Gated(tickets)
+        parts = [
+            self._submit_gated(part, ticket, gated, deadline_ns)
+            for part, ticket in zip(slices, tickets, strict=True)
+        ]
+        seen: set[int] = set()
+        self._enqueue_recalls(stream, moves, gated, seen)
+        for jobs, ticket in zip(parts, tickets, strict=True):
+            self._enqueue_gated(stream, jobs, ticket, gated, seen)
+        self.settle()
         return gated
 
-    def _is_gateable(self, job: _Job) -> bool:
-        """Whether everything the job needs is there: its landing slot, or its host slot."""
-        move = job.move
-        if move.via_bounce or self._tiers[move.target.level] is not Tier.DEVICE:
-            return False
-        if self._tiers[move.source.level] is Tier.DISK:
-            transfer = job.transfer
-            return job.landing >= 0 and transfer is not None and not transfer.is_submitted
-        return job in self._copy_slots
+    def _settle_others(self, moves: Sequence[Move]) -> None:
+        """Settle, copies out of the device included; of ``moves`` collect those that may start."""
+        self._held = set(moves)
+        try:
+            self.settle_now()
+            self._flush_copies(CopyDirection.TO_HOST, self._device.d2h, None)
+        finally:
+            self._held = set()
+
+    def _slices(self, moves: Sequence[Move]) -> list[list[Move]] | None:
+        """Return the reads, group-major, in the parts that get a ticket each.
+
+        None: not everything that they need is there, that is a landing slot for each.
+        """
+        reads: dict[int, list[Move]] = {}
+        for move in moves:
+            source, target = self._tiers[move.source.level], self._tiers[move.target.level]
+            if move.via_bounce or target is not Tier.DEVICE or source is Tier.DEVICE:
+                return None
+            if source is Tier.DISK:
+                reads.setdefault(move.page.group, []).append(move)
+        if self.is_closing or any(
+            len(row) > self._staging[group].free_count for group, row in reads.items()
+        ):
+            return None
+        slices: list[list[Move]] = []
+        for group, row in sorted(reads.items()):  # group after group, so the first is early
+            least = -(-len(row) * len(reads) // SLICES_MAX)
+            size = max(1, least, SLICE_BYTES // self.page_bytes[group])
+            slices += (row[start : start + size] for start in range(0, len(row), size))
+        return slices
 
     def _submit_gated(
-        self,
-        by_group: dict[int, tuple[list[_Job], list[_Job]]],
-        gated: Gated,
-        deadline_ns: int,
-    ) -> None:
-        batch: list[Transfer] = []
-        for group, (reads, _) in sorted(
-            by_group.items()
-        ):  # group after group, so the first is early
-            for job in reads:
-                assert job.transfer is not None
-                job.is_gated = True
-                gated.jobs.append(job)
-                job.ticket = job.transfer.ticket = gated.tickets[group].ticket
-                job.transfer.deadline_ns = deadline_ns
-                batch.append(job.transfer)
-                del self._transfers[job]
-        if not batch:
-            return
+        self, moves: Sequence[Move], ticket: GateTicket, gated: Gated, deadline_ns: int
+    ) -> list[_Job]:
+        """Hand the reads of one ticket to the engine."""
         assert self._disk is not None
+        jobs = [self._gated_read(move, ticket, deadline_ns) for move in moves]
+        gated.jobs += jobs
         try:
-            self._disk.submit(self._queue, batch)
-            self._open_io += len(batch)
+            self._disk.submit(self._queue, [job.transfer for job in jobs if job.transfer])
+            self._open_io += len(jobs)
+            self.rates[Tier.DISK].start(self._loop.time(), len(jobs))
         except (KVStoreError, OSError):
-            # INV-215: published as failed before anything else happens.
-            for ticket in gated.tickets.values():
-                ticket.publish(CANCELLED)
-            for reads, _ in by_group.values():
-                for job in reads:
-                    job.status = CANCELLED
-                    job.is_ended = True
-                    job.transfer = None
+            ticket.publish(CANCELLED)  # INV-215: as failed, before anything else happens
+            for job in jobs:
+                job.status = CANCELLED
+                job.is_ended = True
+                job.transfer = None
+        return jobs
+
+    def _gated_read(self, move: Move, ticket: GateTicket, deadline_ns: int) -> _Job:
+        job = self.jobs[move] = _Job(move)
+        job.is_gated = True
+        loans = job.loans = self._staging[move.page.group]
+        landing = loans.take_nowait()
+        assert landing is not None, "the landing slots were counted"
+        job.landing = landing
+        source, address = move.source, loans.pool.address(landing)
+        transfer = self._transfer(
+            job, source.slot_id, source.generation, address, Opcode.READ, deadline_ns
+        )
+        job.ticket = transfer.ticket = ticket.ticket
+        return job
+
+    def _enqueue_recalls(
+        self, stream: Stream, moves: Sequence[Move], gated: Gated, seen: set[int]
+    ) -> None:
+        """Enqueue the copies from host slots: they need no ticket, so they come first."""
+        by_group: dict[int, list[_Job]] = {}
+        for move in moves:
+            if self._tiers[move.source.level] is Tier.HOST:
+                job = self.jobs[move] = _Job(move)
+                by_group.setdefault(move.page.group, []).append(job)
+                self._copy_slots[job] = (move.target.slot_id, move.source.slot_id)
+        for group, jobs in sorted(by_group.items()):
+            gated.events[group] = self._enqueue_copies(
+                CopyDirection.TO_DEVICE, stream, group, self._host_pool(group), jobs, seen
+            )
 
     def _enqueue_gated(
-        self, stream: Stream, group: int, reads: list[_Job], recalls: list[_Job], gated: Gated
+        self, stream: Stream, jobs: list[_Job], ticket: GateTicket, gated: Gated, seen: set[int]
     ) -> None:
-        """Enqueue one group's copies; if the wait is refused its pages go on in await mode."""
-        if recalls:
-            pool = self._host_pool(group)
-            waiting = self._copies[CopyDirection.TO_DEVICE][group, id(pool)][1]
-            waiting[:] = [job for job in waiting if job not in recalls]
-            gated.events[group] = self._enqueue_copies(
-                CopyDirection.TO_DEVICE, stream, group, pool, recalls
-            )
-        if not reads:
-            return
+        """Enqueue one slice's copies; if the wait is refused its pages go on in await mode."""
+        group = jobs[0].move.page.group
         try:
-            gated.tickets[group].enqueue_wait()
+            ticket.enqueue_wait()
         except KVStoreError as error:
             logger.info("gate wait refused, group %d goes on in await mode: %s", group, error)
-            for job in reads:
+            for job in jobs:
                 job.is_gated = False
                 if job.is_ended:  # the submission was refused already
                     self._end(job, job.status)
             return
-        assert reads[0].loans is not None
-        pool = reads[0].loans.pool
-        for job in reads:
+        assert jobs[0].loans is not None
+        for job in jobs:
             self._copy_slots[job] = (job.move.target.slot_id, job.landing)
         gated.events[group] = self._enqueue_copies(
-            CopyDirection.TO_DEVICE, stream, group, pool, reads
+            CopyDirection.TO_DEVICE, stream, group, jobs[0].loans.pool, jobs, seen
         )
 
     def _end_gated(self, job: _Job) -> None:
@@ -1092,15 +1165,15 @@ class Executor:
 
 @final
 class Gated:
-    """What a gated start enqueued: a ticket and the event behind the copies, per pool group.
+    """What a gated start enqueued: its tickets, and the event behind the copies per pool group.
 
     ``jobs`` are the reads behind the tickets.
     """
 
     __slots__ = ("events", "jobs", "tickets")
 
-    def __init__(self, tickets: dict[int, GateTicket]) -> None:
-        self.tickets = tickets
+    def __init__(self, tickets: Sequence[GateTicket]) -> None:
+        self.tickets = tuple(tickets)
         self.jobs: list[_Job] = []
         self.events: dict[int, Any] = {}
 

@@ -314,12 +314,12 @@ class Restore:
     def _tickets_failed(self) -> bool:
         if self._gated is None:
             return False
-        return any(ticket.status not in {None, OK} for ticket in self._gated.tickets.values())
+        return any(ticket.status not in {None, OK} for ticket in self._gated.tickets)
 
     def _tickets_open(self) -> bool:
         if self._gated is None:
             return False
-        return any(ticket.status is None for ticket in self._gated.tickets.values())
+        return any(ticket.status is None for ticket in self._gated.tickets)
 
 
 @final
@@ -386,12 +386,20 @@ class RestoreQueue:
         return len(self._waiting)
 
     def start_now(
-        self, session: Session, pages: list[Page], deadline_at: float | None
+        self,
+        session: Session,
+        pages: list[Page],
+        deadline_at: float | None,
+        *,
+        is_settled: bool = True,
     ) -> Started | Refusal | None:
-        """Start a restore if nobody older waits and it fits; None: it is not its turn."""
+        """Start a restore if nobody older waits and it fits; None: it is not its turn.
+
+        Without ``is_settled`` the caller settles: a gated restore starts its moves itself.
+        """
         if self._waiting:
             return None
-        return self._start(session, pages, deadline_at)
+        return self._start(session, pages, deadline_at, is_settled=is_settled)
 
     async def start(
         self,
@@ -479,7 +487,12 @@ class RestoreQueue:
         self._store.settle()
 
     def _start(
-        self, session: Session, pages: list[Page], deadline_at: float | None
+        self,
+        session: Session,
+        pages: list[Page],
+        deadline_at: float | None,
+        *,
+        is_settled: bool = True,
     ) -> Started | Refusal | None:
         tables = self._store.tables
         pages = [page for page in pages if page.state is not PageState.DEAD]
@@ -510,7 +523,8 @@ class RestoreQueue:
         for group, count in enumerate(need):
             self._open[group] += count
         flight.when_done(lambda: self._ended(need))
-        self._store.executor.settle()
+        if is_settled:
+            self._store.executor.settle()
         return Started(flight, applied)
 
     def _ended(self, need: list[int]) -> None:
@@ -856,7 +870,7 @@ class Session:
         if lease is None:
             return None
         deadline_at = None if deadline is None else self._now() + deadline
-        started = self.store.restores.start_now(self, wanted, deadline_at)
+        started = self.store.restores.start_now(self, wanted, deadline_at, is_settled=False)
         if not isinstance(started, Started):
             lease.end((), is_fallback=True)
             return None
@@ -881,6 +895,7 @@ class Session:
         moves = [move for move in started.applied.moves if move.page in started.flight.remaining]
         own = {move.page for move in moves}
         if any(page not in own for page in started.flight.remaining):
+            self.store.executor.settle()
             return None  # somebody else's transfer is on its way: its verdict comes by the loop
         seconds = self.store.config.io.deadline if deadline is None else deadline
         return self.store.executor.start_gated(
@@ -900,7 +915,7 @@ class Session:
                 self._rebuild_tables()
         restore._gated = None  # noqa: SLF001
         self.store.executor.void(gated)
-        lease.end(gated.tickets.values())
+        lease.end(gated.tickets)
 
     # Growing and committing.
 

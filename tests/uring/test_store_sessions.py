@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore import executor
 from kvstore._uring.base import Opcode
 from kvstore._uring.engine import FaultRule
 from kvstore.testing import pattern
@@ -389,8 +390,19 @@ def two_groups(path: Path) -> kvstore.StoreConfig:
     )
 
 
-async def test_gated_restores_arrive_and_are_counted(tmp_path: Path) -> None:
-    """INV-202, INV-811: one ticket per layer group, queued behind the gate, verified, committed."""
+@pytest.fixture(params=["one ticket per group", "one ticket per page"])
+def tickets_per_group(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Let a gated restore of four blocks be one slice per pool group, or four."""
+    if "group" in request.param:
+        return 1
+    monkeypatch.setattr(executor, "SLICE_BYTES", 1)
+    return 4
+
+
+async def test_gated_restores_arrive_and_are_counted(
+    tmp_path: Path, tickets_per_group: int
+) -> None:
+    """INV-202, INV-811: one ticket per slice, queued behind the gate, verified, committed."""
     async with kvstore.open_store(two_groups(tmp_path)) as store:
         for number in range(4):
             await put(store, number)
@@ -412,10 +424,11 @@ async def test_gated_restores_arrive_and_are_counted(tmp_path: Path) -> None:
                 session.commit([5] * BLOCK)
         assert store.gate is not None
         gate = store.gate.stats()
-        assert 8 == gate.taken == gate.published_good
+        assert 8 * tickets_per_group == gate.taken == gate.published_good
         assert 0 == gate.open == gate.parked_streams == store.stats().gate_await_fallbacks
 
 
+@pytest.mark.usefixtures("tickets_per_group")
 async def test_a_failed_read_behind_the_gate_voids_the_step(tmp_path: Path) -> None:
     """INV-219 to INV-221: the session learns the first bad block; its tokens stay uncommitted."""
     async with kvstore.open_store(two_groups(tmp_path)) as store:
