@@ -54,6 +54,8 @@ RETRY = -10_100
 DEVICE_FAILED = -10_101
 #: Pages handed to device and engine in one turn of the loop; the rest leaves in the next ones.
 TURN_PAGES_MAX = 256
+#: Between two attempts to be told of the end of device copies.
+NOTIFY_RETRY_S = 0.01
 #: The first transfers of a large restore leave before the rest is prepared: the disk is not idle.
 EARLY_PAGES = 64
 #: Payload behind one ticket of a gated restore: disk and device link overlap slice by slice.
@@ -182,12 +184,14 @@ class _Job:
     """A move in the executor's hands, from its start to its last completion.
 
     ``landing`` is a slot of ``loans`` that belongs to the job. ``status`` is the verdict of its
-    disk transfer so far; ``is_gated`` moves were enqueued behind a ticket.
+    disk transfer so far, ``copy_status`` that of its device copies; ``is_gated`` moves were
+    enqueued behind a ticket.
     """
 
     __slots__ = (
         "bounds",
         "copies_open",
+        "copy_status",
         "expires_at",
         "is_cancelled",
         "is_ended",
@@ -214,6 +218,7 @@ class _Job:
         self.ticket: Ticket | None = None  # of a gated move, while its status may be read
         self.is_void = False  # its ticket may have been published before its bytes were there
         self.copies_open = 0
+        self.copy_status = OK
         self.stall_timer: asyncio.TimerHandle | None = None
         self.expires_at = 0.0  # the deadline of its disk transfer, loop time
         self.bounds: dict[Flight, asyncio.TimerHandle] = {}  # who leaves before that
@@ -403,6 +408,10 @@ class Executor:
         self._flush_transfers(page_count)
         self._schedule_flush()
 
+    def submit_early(self) -> None:
+        """Hand over what was collected for the disk, within the bound of a turn."""
+        self._flush_transfers(TURN_PAGES_MAX)
+
     def flush_copies_out(self) -> None:
         """Enqueue every copy out of the device, so that the fences of its slots have events."""
         self._flush_copies(CopyDirection.TO_HOST, self._device.d2h, None)
@@ -583,21 +592,29 @@ class Executor:
             device_slots=[device_slot for device_slot, _ in slots],
             host_slots=[host_slot for _, host_slot in slots],
         )
+        is_accepted = True
         try:
             self._wait_fences(stream, jobs, set() if seen is None else seen)
             self._device.copy(stream, batch)
-            event = stream.record()
-            for job in jobs:
-                job.copies_open += 1
-            self._device.notify(stream, lambda status, *_: self._copies_back(jobs, status))
-            self._open_io += 1
         except KVStoreError as error:
-            self._copy_refused(jobs, error)
+            # A part may have been enqueued: slots come back only once the stream has passed.
+            is_accepted = False
+            logger.warning("device copy of %d pages refused: %s", len(jobs), error)
+            for job in jobs:
+                job.copy_status = DEVICE_FAILED
+        for job in jobs:
+            job.copies_open += 1
+        self._open_io += 1
+        event = self._record(stream) if is_accepted else None
+        self._notify_copies(stream, jobs)
+        if not is_accepted:
             return None
         name = direction.value
         self.moved_bytes[name] = self.moved_bytes.get(name, 0) + self.page_bytes[group] * len(jobs)
         for job in jobs:
             move = job.move
+            if event is None:
+                continue  # others wait for the end itself
             if direction is CopyDirection.TO_DEVICE:
                 self._tables.fence_enqueued(move.target_fence, event)
             if not move.is_source_released and (
@@ -614,17 +631,39 @@ class Executor:
                     seen.add(id(fence.event))
                     stream.wait_event(fence.event)
 
-    def _copy_refused(self, jobs: list[_Job], error: KVStoreError) -> None:
-        """The device refused a batch: its pages fail, and the store too if the device is lost."""
-        logger.warning("device copy of %d pages refused: %s", len(jobs), error)
-        for job in jobs:
-            job.copies_open = 0
-            if job.is_gated and not job.is_ended:
-                job.status = DEVICE_FAILED  # its landing slot is borrowed until the read has ended
-            else:
-                self._end(job, DEVICE_FAILED)
-        if getattr(error, "is_sticky", False):
-            self._on_failure(error)
+    def _record(self, stream: Stream) -> Any:
+        """Return an event behind the batch, or None if the device refuses to record one."""
+        try:
+            return stream.record()
+        except KVStoreError as error:
+            logger.warning("event behind a device copy refused: %s", error)
+            return None
+
+    def _notify_copies(self, stream: Stream, jobs: list[_Job]) -> None:
+        """Ask to be told when the stream has passed; until then nothing of the batch is free.
+
+        A refusal is tried again, because the copies may be running (INV-120). On a lost device
+        nothing runs any more: the pages fail, and the store with them.
+        """
+        try:
+            self._device.notify(stream, lambda status, *_: self._copies_back(jobs, status))
+        except KVStoreError as error:
+            if isinstance(error, DeviceError) and not getattr(error, "is_sticky", False):
+                logger.warning("notification of a device copy refused: %s", error)
+                self._loop.call_later(
+                    NOTIFY_RETRY_S, self._guarded, self._notify_copies, stream, jobs
+                )
+                return
+            self._open_io -= 1
+            for job in jobs:
+                job.copies_open -= 1
+                job.copy_status = DEVICE_FAILED
+                if job.is_gated:
+                    self._end_gated(job)  # its read may be on the way still
+                else:
+                    self._end(job, DEVICE_FAILED)
+            if getattr(error, "is_sticky", False):
+                self._on_failure(error)
 
     def _copies_back(self, jobs: list[_Job], status: int) -> None:
         self._open_io -= 1
@@ -634,11 +673,11 @@ class Executor:
         """A batch of device copies has completed."""
         for job in jobs:
             job.copies_open -= 1
+            job.copy_status = job.copy_status or status
             if job.is_gated:
-                job.status = job.status or status
                 self._end_gated(job)
-            elif status != OK:
-                self._end(job, status)
+            elif job.copy_status != OK:
+                self._end(job, job.copy_status)
             elif self._is_pulling(job):
                 self._pulled(job)
             else:
@@ -719,14 +758,14 @@ class Executor:
             return 0
         return round(latest * 1e9)
 
-    def share_deadline(self, flight: Flight) -> None:
+    def share_deadline(self, flight: Flight, pages: Iterable[Page]) -> None:
         """Give transfers that a waiter has joined the time it is ready to wait (INV-336).
 
         Those who wait already leave at the deadline they had, so that newcomers cannot keep them
         for ever (INV-119). A gated transfer keeps its own: it parks a stream of the device.
         """
         own = flight.deadline_at or self._loop.time() + self._stall_s
-        for page in flight.remaining:
+        for page in pages:
             job = self.jobs.get(page.move) if page.move is not None else None
             transfer = job.transfer if job is not None else None
             if job is None or transfer is None or transfer.opcode is not Opcode.READ:
@@ -852,7 +891,7 @@ class Executor:
         job.transfer = None
         job.is_ended = True
         if job.is_gated:
-            if job.status == OK:
+            if job.status == OK and job.copy_status == OK:
                 job.is_void |= job.ticket is not None and job.ticket.status not in {None, OK}
                 self._pulled(job)
             self._end_gated(job)
@@ -1115,9 +1154,10 @@ class Executor:
                 by_group.setdefault(move.page.group, []).append(job)
                 self._copy_slots[job] = (move.target.slot_id, move.source.slot_id)
         for group, jobs in sorted(by_group.items()):
-            gated.events[group] = self._enqueue_copies(
+            event = self._enqueue_copies(
                 CopyDirection.TO_DEVICE, stream, group, self._host_pool(group), jobs, seen
             )
+            gated.note(group, event)
 
     def _enqueue_gated(
         self, stream: Stream, jobs: list[_Job], ticket: GateTicket, gated: Gated, seen: set[int]
@@ -1128,6 +1168,7 @@ class Executor:
             ticket.enqueue_wait()
         except KVStoreError as error:
             logger.info("gate wait refused, group %d goes on in await mode: %s", group, error)
+            gated.is_whole = False
             for job in jobs:
                 job.is_gated = False
                 if job.is_ended:  # the submission was refused already
@@ -1136,19 +1177,20 @@ class Executor:
         assert jobs[0].loans is not None
         for job in jobs:
             self._copy_slots[job] = (job.move.target.slot_id, job.landing)
-        gated.events[group] = self._enqueue_copies(
+        event = self._enqueue_copies(
             CopyDirection.TO_DEVICE, stream, group, jobs[0].loans.pool, jobs, seen
         )
+        gated.note(group, event)
 
     def _end_gated(self, job: _Job) -> None:
         """A gated move ends when its copy has passed and its transfer has ended."""
         if job.copies_open or not job.is_ended:
             return
-        if job.is_void and job.status == OK:
+        if job.is_void and job.status == OK and job.copy_status == OK:
             job.is_gated = False
             self._push(job)  # the copy behind the gate took what lay there before
             return
-        self._end(job, job.status)
+        self._end(job, job.status or job.copy_status)
 
     def void(self, gated: Gated) -> None:
         """Note that the tickets are given up: open ones are published although their bytes are not
@@ -1167,15 +1209,22 @@ class Executor:
 class Gated:
     """What a gated start enqueued: its tickets, and the event behind the copies per pool group.
 
-    ``jobs`` are the reads behind the tickets.
+    ``jobs`` are the reads behind the tickets. ``is_whole``: streams can wait for everything, no
+    wait, copy or event was refused.
     """
 
-    __slots__ = ("events", "jobs", "tickets")
+    __slots__ = ("events", "is_whole", "jobs", "tickets")
 
     def __init__(self, tickets: Sequence[GateTicket]) -> None:
         self.tickets = tuple(tickets)
         self.jobs: list[_Job] = []
         self.events: dict[int, Any] = {}
+        self.is_whole = True
+
+    def note(self, group: int, event: Any) -> None:
+        """Note the event behind a batch; None is a batch, or its event, that was refused."""
+        self.events[group] = event
+        self.is_whole &= event is not None
 
 
 def status_text(status: int) -> str:

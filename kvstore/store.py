@@ -198,6 +198,8 @@ class StoreContext:
         store, group = self._store, self._group
         assert store is not None
         assert group is not None
+        if store.is_foreign:
+            return  # a forked child owns nothing of it, its parent's loop and tasks included
         left_open, closing = store._end_sessions()  # noqa: SLF001
         try:
             await store._close_from_owner(flush=False)  # noqa: SLF001
@@ -786,8 +788,13 @@ class KVStore:
         """Fail if the device is lost, whoever met the error first: no device call of the store may
         be due for long, and its waiters need to hear of it (INV-917).
         """
-        if self._state is StoreState.OPEN and self.device.error:
+        if self._state is StoreState.OPEN and not self._poisoned and self.device.error:
             self.fail(device_error(self.device.error, "the device"))
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this process is a forked child of the one that opened the store."""
+        return bool(self._poisoned)
 
     def settle(self) -> None:
         """Act on what the last transitions asked for, and serve waiting restores."""
@@ -1379,6 +1386,7 @@ class KVStore:
         for future in self._shrunk.values():
             if not future.done():
                 future.set_exception(StoreFailed(f"the store has failed: {error}"))
+                future.exception()  # nobody may be waiting any more
 
     def _end_drains(self, error: KVStoreError) -> None:
         drains, self._drains = self._drains, []
@@ -1393,6 +1401,8 @@ class KVStore:
         """
         if threading.get_ident() != self._thread_id:
             raise LogicError("a store is used from the thread of its event loop only")
+        if self._poisoned:
+            raise StoreFailed(self._poisoned)
         if self._state in {StoreState.CLOSING, StoreState.CLOSED}:
             if self._closing is not None:
                 await asyncio.shield(self._closing)
@@ -1671,6 +1681,7 @@ class Drain:
         self._stop_timer()
         if self._future is not None and not self._future.done():
             self._future.set_exception(error)
+            self._future.exception()  # nobody may be waiting any more (C21)
 
     def __await__(self) -> Generator[Any, None, None]:
         """Wait until every slot is drained. Raises: StoreClosed, StoreFailed, DeadlineError."""
