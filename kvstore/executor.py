@@ -408,6 +408,10 @@ class Executor:
         self._flush_transfers(page_count)
         self._schedule_flush()
 
+    def submit_early(self) -> None:
+        """Hand over what was collected for the disk, within the bound of a turn."""
+        self._flush_transfers(TURN_PAGES_MAX)
+
     def flush_copies_out(self) -> None:
         """Enqueue every copy out of the device, so that the fences of its slots have events."""
         self._flush_copies(CopyDirection.TO_HOST, self._device.d2h, None)
@@ -754,14 +758,14 @@ class Executor:
             return 0
         return round(latest * 1e9)
 
-    def share_deadline(self, flight: Flight) -> None:
+    def share_deadline(self, flight: Flight, pages: Iterable[Page]) -> None:
         """Give transfers that a waiter has joined the time it is ready to wait (INV-336).
 
         Those who wait already leave at the deadline they had, so that newcomers cannot keep them
         for ever (INV-119). A gated transfer keeps its own: it parks a stream of the device.
         """
         own = flight.deadline_at or self._loop.time() + self._stall_s
-        for page in flight.remaining:
+        for page in pages:
             job = self.jobs.get(page.move) if page.move is not None else None
             transfer = job.transfer if job is not None else None
             if job is None or transfer is None or transfer.opcode is not Opcode.READ:

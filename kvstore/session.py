@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 PageTable = npt.NDArray[np.int32]
 
 ROUNDS_MAX = 64  # plans of one resume; each round either finishes or shortens the session
+#: Restores of at least so many pages are planned and started one pool group after the other.
+PARTS_MIN = 512
 
 
 class SessionState(Enum):
@@ -406,6 +408,32 @@ class RestoreQueue:
             return None
         return self._start(session, pages, deadline_at, is_settled=is_settled)
 
+    def _take(self, session: Session, flight: Flight, pages: list[Page], plan: Plan) -> Applied:
+        """Apply a plan; what is there is locked, for the rest the flight waits."""
+        applied = self._store.tables.apply(plan)
+        session.lock_ready(pages)
+        waiting = [page for page in pages if not session.has_locked(page)]
+        self._store.executor.attach(flight, waiting)
+        self._store.executor.share_deadline(flight, waiting)
+        return applied
+
+    def _apply_parts(self, session: Session, flight: Flight, rows: list[list[Page]]) -> Applied:
+        """Plan and start one pool group after the other: the disk reads while the next is planned.
+
+        The caller has planned it all, and groups share no slots. What a group lacks in spite of
+        that is planned again after this flight.
+        """
+        executor = self._store.executor
+        total = Applied([], [], [], [], [])
+        for row in rows:
+            part = self._store.tables.plan_restore([row if row is one else [] for one in rows])
+            if isinstance(part, Refusal):
+                continue
+            total.moves += self._take(session, flight, row, part).moves
+            executor.settle()
+            executor.submit_early()
+        return total
+
     async def start(
         self,
         session: Session,
@@ -515,21 +543,21 @@ class RestoreQueue:
         plan = tables.plan_restore(rows)
         if isinstance(plan, Refusal):
             return plan
-        applied = tables.apply(plan)
+        executor = self._store.executor
         flight = Flight(self._loop, 0, session.on_restored)
-        session.lock_ready(pages)
-        self._store.executor.attach(
-            flight, (page for page in pages if not session.has_locked(page))
-        )
+        flight.deadline_at = deadline_at or 0.0
+        if is_settled and len(pages) >= PARTS_MIN:
+            applied = self._apply_parts(session, flight, rows)
+        else:
+            applied = self._take(session, flight, pages, plan)
         if deadline_at is not None:
-            flight.set_deadline(deadline_at, self._store.executor.expire)
-        self._store.executor.share_deadline(flight)
+            flight.set_deadline(deadline_at, executor.expire)
         self.started_count += 1
         for group, count in enumerate(need):
             self._open[group] += count
         flight.when_done(lambda: self._ended(need))
         if is_settled:
-            self._store.executor.settle()
+            executor.settle()
         return Started(flight, applied)
 
     def _ended(self, need: list[int]) -> None:
@@ -1341,7 +1369,7 @@ class Prefetch:
             self._flight,
             [page for page in wanted if page.level > self._level or not page.is_ready],
         )
-        store.executor.share_deadline(self._flight)
+        store.executor.share_deadline(self._flight, self._flight.remaining)
         self._timer = loop.call_later(self._timeout, self.cancel)
         store.settle()
 

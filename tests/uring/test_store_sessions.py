@@ -12,6 +12,7 @@ import pytest
 
 import kvstore
 from kvstore import executor
+from kvstore import session as session_module
 from kvstore._uring.base import Opcode
 from kvstore._uring.engine import FaultRule
 from kvstore.testing import pattern
@@ -569,3 +570,16 @@ async def test_a_session_that_closes_while_growing_gives_its_slots_back(tmp_path
         rule.release()
         await put(store, 3)
         assert 4 == await get(store, 1)
+
+
+async def test_a_large_restore_starts_group_after_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """INV-129, INV-416: planned and submitted in parts, arrived as one."""
+    monkeypatch.setattr(session_module, "PARTS_MIN", 1)
+    async with kvstore.open_store(two_groups(tmp_path)) as store:
+        for number in range(6):
+            await put(store, number)
+        for number in range(6):
+            assert 4 == await get(store, number)
+        assert 0 == store.restores.waiting_count
