@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +230,30 @@ async def test_one_directory_twice_is_a_mistake_of_the_configuration(tmp_path: P
     with pytest.raises(kvstore.ConfigError, match=r"disk_cache_path: .* twice"):
         async with kvstore.open_store(config(tmp_path, disk=wrong)):
             pass
+
+
+async def test_a_forked_child_leaves_the_store_alone(tmp_path: Path) -> None:
+    """INV-138: the child's calls raise, its exits touch nothing, and the parent goes on."""
+    async with kvstore.open_store(config(tmp_path)) as store:
+        for number in range(8):
+            await put(store, number)
+        session = store.session(tokens_of(0))
+        await session.resume()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # threads exist; that is the point
+            child = os.fork()
+        if child == 0:
+            failures = 0
+            for call in (lambda: store.session([1]), store.step, session.suspend):
+                try:
+                    call()
+                except kvstore.StoreFailed:
+                    failures += 1
+            session.close()
+            os._exit(0 if (failures, session.state) == (3, "closed") else 1)
+        with anyio.fail_after(20):
+            while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):  # noqa: ASYNC222
+                await anyio.sleep(0.01)
+        assert (child, 0) == ended
+        await session.aclose()
+        assert [4] * 8 == [await get(store, number) for number in range(8)]
