@@ -1208,7 +1208,9 @@ class Session:
         self.store.check_open()
         blocks = self.history_tokens // self._block_tokens
         pages = [list(row[:blocks]) for row in self._pages]
-        self.store.tables.hold([page for row in pages for page in row if page is not None])
+        # A page lost meanwhile cuts the fork at its resume, as it cuts this session (INV-911).
+        shared = [page for row in pages for page in row if page is not None]
+        self.store.tables.hold([page for page in shared if page.state is not PageState.DEAD])
         history = self._known.fork(blocks * self._block_tokens)
         twin = Session(self.store, history, self.priority, pages, blocks)
         twin.cached_tokens_by_level = dict(self.cached_tokens_by_level)

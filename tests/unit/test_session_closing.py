@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvstore._uring.base import Opcode
 from kvstore.core.invariants import check_state
 from kvstore.errors import LogicError
 from kvstore.testing import SimClient, SimRig, sim_config
@@ -95,3 +97,25 @@ async def test_ending_a_gated_resume_locks_nothing_later(turns: int, how: str) -
         with contextlib.suppress(LogicError, asyncio.CancelledError):
             await resume
         session.close()
+
+
+async def test_forking_a_session_that_lost_a_page() -> None:
+    """INV-911: the fork is made; like its session it is cut at the lost page when it resumes."""
+    config = sim_config(device_pages=4, host_pages=0, disk_pages=16, block_tokens=BLOCK)
+    rig = SimRig.create(config)
+    async with rig.open(config) as store:
+        client = SimClient(store, rig, config)
+        await client.put(TOKENS)
+        await client.flood(4)
+        session = store.session(np.array(TOKENS))
+        rig.faults.add("errno", errno.EIO, opcode=Opcode.READ, nth=2)
+        assert 0 < await client.get(TOKENS) < 4 * BLOCK  # somebody else met the bad sector
+        twin = session.fork()
+        for one in (twin, session):
+            restore = await one.resume(client.stream)
+            assert restore.valid_tokens < 4 * BLOCK
+            client.verify(one, client.history(TOKENS), restore.valid_tokens)
+            await client.settle()
+            one.close()
+        check_state(store.tables)
+    rig.check_closed()
