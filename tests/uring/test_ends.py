@@ -346,12 +346,13 @@ async def test_closing_ends_every_transfer_once(open_rig: Any, kind: str) -> Non
 async def test_closing_waits_for_a_slow_piece(open_rig: Any, native_kind: str) -> None:
     """INV-120: the engine is not closed before the last piece is back."""
     async with open_rig(native_kind) as rig:
-        rig.inject("delay", 100_000_000)
+        rig.inject("delay", 400_000_000)
+        issued = asyncio.get_running_loop().time()
         transfer = rig.write(0)
-        await asyncio.sleep(0.01)
-        started = asyncio.get_running_loop().time()
+        while not any(counts.inflight_bytes for counts in rig.engine.stats().classes):
+            await asyncio.sleep(0.001)
         await rig.engine.aclose()
-        assert asyncio.get_running_loop().time() - started > 0.05
+        assert asyncio.get_running_loop().time() - issued >= 0.4
         assert await transfer.end() == CANCELLED
         assert not rig.engine.leaked
 
