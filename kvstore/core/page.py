@@ -8,6 +8,7 @@ the primary *is* the primary while it runs (INV-303).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, final
 
@@ -220,12 +221,16 @@ MOVE_TRANSITIONS: dict[MoveState, frozenset[MoveState]] = {
 }
 
 
+_MOVE_PLANNED = MoveState.PLANNED
+
+
 @final
-class Move:
+class Move(Fence):
     """One page's change of level in an applied plan, owned by the tables until it has ended.
 
-    ``source_fence`` passes when the source is no longer read (data verified elsewhere, INV-329),
-    ``target_fence`` when the target is written. ``waits`` are the fences that had not passed when
+    A move is itself the fence of its reading, ``source_fence``: passed when the source is no
+    longer read (data verified elsewhere, INV-329). ``target_fence`` passes when the target is
+    written; it is made when somebody first asks for it. ``waits`` are the fences that had not passed when
     the move was applied; a device copy that starts early has to make its stream wait for the
     events of those. ``via_bounce``: the first start copies source to bounce page only, then
     `Tables.move_source_released`, and the second start, with state STARTED, copies the bounce
@@ -243,18 +248,22 @@ class Move:
         "page",
         "sequence",
         "source",
-        "source_fence",
         "state",
         "target",
-        "target_fence",
         "target_waits",
         "via_bounce",
         "waits",
+        "write_fence",
     )
 
     def __init__(
         self, page: Page, kind: MoveKind, source: Slot, io_class: IoClass, sequence: int
     ) -> None:
+        self.passed = False
+        self.event = None
+        self.is_kernel = False
+        self.is_stalled = False
+        self.dependents = None
         self.page = page
         self.kind = kind
         self.source = source
@@ -262,16 +271,30 @@ class Move:
         self.io_class = io_class
         self.sequence = sequence
         self.via_bounce = False
-        self.state = MoveState.PLANNED
+        self.state = _MOVE_PLANNED
         self.is_detached = False
         self.is_source_released = False
         self.is_device_copy = False
-        self.waits: list[Fence] = []
-        self.target_waits: list[Fence] = []  # of a via-bounce move, for its second start
+        self.waits: Sequence[Fence] = ()
+        self.target_waits: Sequence[Fence] = ()  # of a via-bounce move, for its second start
         self.blocked = 0
         self.background_bytes = 0
-        self.source_fence = Fence()
-        self.target_fence = Fence()
+        self.write_fence: Fence | None = None
+
+    @property
+    def source_fence(self) -> Fence:
+        """The end of the reading: the move itself."""
+        return self
+
+    @property
+    def target_fence(self) -> Fence:
+        """The end of the writing, made on first use."""
+        fence = self.write_fence
+        if fence is None:
+            fence = self.write_fence = Fence()
+            fence.passed = self.state is MoveState.ENDED
+            fence.is_stalled = self.is_stalled
+        return fence
 
     def __repr__(self) -> str:
         """Name kind, state and way."""

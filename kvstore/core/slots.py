@@ -44,15 +44,19 @@ SLOT_TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
 #: The same table as a tuple by state: looked up for every slot that changes hands.
 _ALLOWED = tuple(SLOT_TRANSITIONS[state] for state in SlotState)
 
+#: Members by plain names: reaching one through its class costs more than a page's dictionary entry.
+_RELEASED, _WRITING = SlotState.RELEASED, SlotState.WRITING
+_VALID, _DRAINING = SlotState.VALID, SlotState.DRAINING
 
-@final
+
 class Fence:
     """The end of one use of one or more slots.
 
     ``is_kernel`` marks work of a scheduler's step, which may write as well as read. ``event`` is
     the opaque device event once the work is enqueued, None before; a device stream can wait for
     it, so device copies need not wait for ``passed``. ``is_stalled``: the use may never end, so its
-    slot is not handed out before it has (INV-119).
+    slot is not handed out before it has (INV-119). ``dependents`` have to hear of the end: None,
+    one, or a list. A move is the fence of its own reading, see `kvstore.core.page.Move`.
     """
 
     __slots__ = ("dependents", "event", "is_kernel", "is_stalled", "passed")
@@ -62,14 +66,24 @@ class Fence:
         self.event: Any = None
         self.is_kernel = is_kernel
         self.is_stalled = False
-        self.dependents: list[Slot | Move] | None = None
+        self.dependents: Slot | Move | list[Slot | Move] | None = None
 
     def add_dependent(self, dependent: Slot | Move) -> None:
         """Remember who has to hear of the end."""
-        if self.dependents is None:
-            self.dependents = [dependent]
+        known = self.dependents
+        if known is None:
+            self.dependents = dependent
+        elif type(known) is list:
+            known.append(dependent)
         else:
-            self.dependents.append(dependent)
+            self.dependents = [known, dependent]  # type: ignore[list-item]
+
+    def dependent_list(self) -> list[Slot | Move]:
+        """Return those who have to hear of the end, in the order in which they came."""
+        known = self.dependents
+        if known is None:
+            return []
+        return known.copy() if isinstance(known, list) else [known]
 
 
 @final
@@ -172,7 +186,7 @@ class Slot:
         self.level = pool.level
         self.slot_id = slot_id
         self.generation = generation
-        self.state = SlotState.VALID
+        self.state = _VALID
         self.page: Page | None = None
         self.colder: Slot | None = None
         self.write: Move | None = None
@@ -197,7 +211,7 @@ class Slot:
     @property
     def is_pending(self) -> bool:
         """Tell whether the bytes are still being written."""
-        return self.state is SlotState.WRITING
+        return self.state is _WRITING
 
     def verify(self) -> None:
         """Raise StaleSlot unless this handle still stands for its slot (INV-304)."""
@@ -329,10 +343,14 @@ class Pool:
         if not self.draining:
             raise LogicError(f"no free slot on level {self.level}, pool group {self.group}")
         old, _ = self.draining.popitem(last=False)
-        fences = old.outstanding()
-        self._end_handle(old)
+        readers = old.readers
+        if old.write is not None or type(readers) is list:
+            fences = old.outstanding()
+            readers = fences[0] if len(fences) == 1 else fences or None
+        old.state = _RELEASED
+        old.page = old.readers = None
         slot = self._new_handle(old.slot_id)
-        slot.readers = fences[0] if len(fences) == 1 else fences or None
+        slot.readers = readers
         return slot, old
 
     def adopt(self, slot_id: int, generation: int) -> Slot | None:
@@ -345,18 +363,32 @@ class Pool:
 
     def release(self, slot: Slot) -> None:
         """Give a slot up: ready at once, or draining until its last use has ended (INV-522)."""
-        slot.verify()
-        fences = slot.outstanding()
-        if not fences:
+        slot_id = slot.slot_id
+        if self.handles[slot_id] is not slot:
+            slot.verify()
+        readers = slot.readers
+        if slot.write is not None or type(readers) is list:
+            fences = slot.outstanding()
+            if not fences:
+                self._free(slot)
+                return
+            slot.readers = fences
+            for fence in fences:
+                fence.add_dependent(slot)
+            is_stalled = any(fence.is_stalled for fence in fences)
+        elif readers is None or readers.passed:  # type: ignore[union-attr]
             self._free(slot)
             return
-        slot.set_state(SlotState.DRAINING)
-        slot.readers = fences
-        for fence in fences:
-            fence.add_dependent(slot)
-        if slot.slot_id >= self.total:
+        else:
+            readers.add_dependent(slot)  # type: ignore[union-attr]
+            is_stalled = readers.is_stalled  # type: ignore[union-attr]
+        state = slot.state
+        if state is not _VALID and state is not _WRITING:
+            slot.set_state(_DRAINING)  # raises
+        slot.state = _DRAINING
+        if slot_id >= self.total:
             self.retiring[slot] = None
-        elif any(fence.is_stalled for fence in fences):
+        elif is_stalled:
             self.stalled[slot] = None
         else:
             self.draining[slot] = None
@@ -371,19 +403,26 @@ class Pool:
         """Return a draining slot to the page whose data it still holds (INV-330, INV-911)."""
         (self.draining if slot in self.draining else self.stalled).pop(slot)
         is_written = slot.write is not None
-        slot.set_state(SlotState.WRITING if is_written else SlotState.VALID)
+        slot.set_state(_WRITING if is_written else _VALID)
 
     def fence_passed(self, slot: Slot, fence: Fence) -> None:
         """Hear that one use of a draining slot has ended."""
-        readers = slot.readers
-        if slot.state is not SlotState.DRAINING or not isinstance(readers, list):
+        if slot.state is not _DRAINING:
             return
-        if fence in readers:
-            readers.remove(fence)
-        if not readers:
-            for line in (self.draining, self.retiring, self.stalled):
-                line.pop(slot, None)
-            self._free(slot)
+        readers = slot.readers
+        if isinstance(readers, list):
+            if fence in readers:
+                readers.remove(fence)
+            if readers:
+                return
+        elif readers is not fence:
+            return
+        if slot in self.draining:
+            del self.draining[slot]
+        else:
+            self.retiring.pop(slot, None)
+            self.stalled.pop(slot, None)
+        self._free(slot)
 
     def grow(self, total: int) -> None:
         """Add slots at the end; they are ready at once (INV-906)."""
@@ -421,13 +460,13 @@ class Pool:
         self.handles[slot_id] = slot
         return slot
 
-    def _end_handle(self, slot: Slot) -> None:
-        slot.set_state(SlotState.RELEASED)
-        slot.page = slot.readers = None
-        self.handles[slot.slot_id] = None
-
     def _free(self, slot: Slot) -> None:
-        self._end_handle(slot)
-        if slot.slot_id < self.total:
-            self.ready.append(slot.slot_id)
+        slot_id = slot.slot_id
+        if slot.state is _RELEASED:
+            slot.set_state(_RELEASED)  # raises: a slot is given up once
+        slot.state = _RELEASED
+        slot.page = slot.readers = None
+        self.handles[slot_id] = None
+        if slot_id < self.total:
+            self.ready.append(slot_id)
             self.ready_count += 1

@@ -8,7 +8,7 @@ apart from `InvariantError`, which reports a bug of ours (INV-523).
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 from kvstore.config import IoClass, Tier
@@ -100,6 +100,13 @@ class Counters:
 
 _WAITING = (MoveState.PLANNED, MoveState.BOUNCED)
 
+#: Members by plain names: these functions run for every page that moves, and reaching a member
+#: through its class costs as much as a dictionary entry.
+_PLANNED, _BOUNCED, _STARTED = MoveState.PLANNED, MoveState.BOUNCED, MoveState.STARTED
+_ENDED, _RESTORE, _RELOCATE = MoveState.ENDED, MoveKind.RESTORE, MoveKind.RELOCATE
+_WRITING, _VALID, _DRAINING = SlotState.WRITING, SlotState.VALID, SlotState.DRAINING
+_COMMITTED = PageState.COMMITTED
+
 
 class Transitions:
     """State and primitive steps; `kvstore.core.tables.Tables` is the face of it."""
@@ -156,7 +163,7 @@ class Transitions:
         """Queue the primary for eviction unless the page is locked or restoring (INV-312)."""
         slot = page.primary
         assert slot is not None
-        if not page.lock_count and not page.is_restoring:
+        if not page.lock_count and (slot.level or slot.write is None):
             slot.pool.policy.insert(slot, stamp, is_held=page.hold_count > 0)
 
     def requeue(self, page: Page) -> None:
@@ -184,13 +191,17 @@ class Transitions:
 
     def arrive(self, page: Page, stamp: int) -> None:
         """Queue a page as the newest, and its ancestors on that level with it (INV-324)."""
-        self.enter_queue(page, stamp)
         slot, parent = page.primary, page.parent
         assert slot is not None
-        policy = slot.pool.policy
-        while parent is not None and parent.primary is not None and policy.is_ordered:
+        pool = slot.pool
+        policy = pool.policy
+        if not page.lock_count and (slot.level or slot.write is None):
+            policy.insert(slot, stamp, is_held=page.hold_count > 0)
+        while parent is not None:
             above = parent.primary
-            if above.stamp >= stamp or not self._is_peer(above, slot.pool):
+            if above is None or above.pool is not pool or above.stamp >= stamp:
+                return
+            if not policy.is_ordered or not self._is_peer(above, pool):
                 return
             policy.touch(above, stamp, is_held=parent.hold_count > 0)
             parent = parent.parent
@@ -208,17 +219,23 @@ class Transitions:
 
     def bind_primary(self, page: Page, slot: Slot) -> None:
         """Make an unowned slot the primary."""
-        page.attach(slot)
-        assert page.primary is slot, "INV-302: a primary is the hottest slot"
+        first = page.primary
+        assert first is None or first.level > slot.level, "INV-302: a primary is the hottest slot"
+        slot.page = page
+        slot.colder = first
+        page.primary = slot
         slot.pool.primaries += 1
 
     def unbind_primary(self, page: Page) -> Slot:
         """Take the primary from the page; the slot belongs to nobody until it is released."""
         slot = page.primary
         assert slot is not None
-        self.leave_queue(slot)
-        page.detach(slot)
-        slot.pool.primaries -= 1
+        pool = slot.pool
+        if slot.lane is not None:
+            pool.policy.remove(slot)
+        page.primary = slot.colder
+        slot.colder = None
+        pool.primaries -= 1
         return slot
 
     def release(self, slot: Slot) -> None:
@@ -234,7 +251,9 @@ class Transitions:
 
     def release_source(self, slot: Slot) -> None:
         """Give up the source of a move just made; a write still bringing its bytes runs on."""
-        self._promote_readers(slot)
+        page = slot.page
+        if page is not None and page.primary is not None:
+            self._promote_readers(slot)
         slot.pool.release(slot)
 
     def _promote_readers(self, slot: Slot) -> bool:
@@ -363,53 +382,67 @@ class Transitions:
         It will wait for the write of its source, and for the step that may still write a device
         source. That is noted here, because the slot may be promised before `schedule`.
         """
-        self._sequence += 1
-        move = Move(page, kind, source, io_class, self._sequence)
-        if source.write is not None:
-            move.waits.append(source.write.target_fence)
-        if source.level == 0 and source.readers is not None:
-            move.waits.extend(fence for fence in source.outstanding() if fence.is_kernel)
-        source.add_reader(move.source_fence)
+        self._sequence = sequence = self._sequence + 1
+        move = Move(page, kind, source, io_class, sequence)
+        readers, write = source.readers, source.write
+        if write is not None:
+            move.waits = (write.target_fence,)
+        if readers is None:
+            source.readers = move
+        else:
+            if source.level == 0:
+                move.waits = (
+                    *move.waits,
+                    *(fence for fence in source.outstanding() if fence.is_kernel),
+                )
+            source.add_reader(move)
         self.moves[move] = None
         return move
 
-    def schedule(self, move: Move, inherited: list[Fence]) -> None:
+    def schedule(self, move: Move, inherited: Sequence[Fence]) -> None:
         """Work out what the move waits for, and start it if that is nothing (INV-418).
 
         It waits for its source (see `new_move`) and for every earlier use of its target.
         """
-        source, target = move.source, move.target
-        fences = [*move.waits, *inherited] if not move.via_bounce else move.waits
-        move.waits = []
         if move.via_bounce:
             self._bounce_line[move.page.group].append(move)
             move.target_waits = inherited
-            move.is_device_copy = source.level == 0
+            move.is_device_copy = move.source.level == 0
+            fences = move.waits
         else:
-            move.is_device_copy = source.level == 0 or target.level == 0
-        for fence in fences:
-            self._wait_for(move, fence)
+            move.is_device_copy = move.source.level == 0 or move.target.level == 0
+            fences = move.waits
+            if inherited:
+                fences = [*fences, *inherited] if fences else inherited
+        if fences:
+            move.waits = ()
+            for fence in fences:
+                self._wait_for(move, fence)
         self._try_start(move)
 
     def _wait_for(self, move: Move, fence: Fence) -> None:
         if fence.passed:
             return
-        move.waits.append(fence)
+        waits = move.waits
+        move.waits = (*waits, fence) if waits else (fence,)
         if fence.event is not None and move.is_device_copy:
             return  # its stream waits for the event
         move.blocked += 1
         fence.add_dependent(move)
 
     def _try_start(self, move: Move) -> None:
-        if move.blocked or move.state is MoveState.ENDED:
+        if move.blocked:
             return
-        if move.via_bounce and move.state is MoveState.PLANNED:
+        state = move.state
+        if state is not _PLANNED and state is not _BOUNCED:
+            return
+        if move.via_bounce and state is _PLANNED:
             self._grant_bounce(move.page.group)
-        elif move.state is MoveState.PLANNED or move.state is MoveState.BOUNCED:
-            if move.background_bytes:
-                self._unissued_bytes -= move.background_bytes
-            move.set_state(MoveState.STARTED)
-            self.outbox.start.append(move)
+            return
+        if move.background_bytes:
+            self._unissued_bytes -= move.background_bytes
+        move.state = _STARTED
+        self.outbox.start.append(move)
 
     def _grant_bounce(self, group: int) -> None:
         """Hand bounce pages out in the order of the plans, so that holders never wait in a ring.
@@ -437,7 +470,7 @@ class Transitions:
     def bounced(self, move: Move) -> None:
         """Note that the data is in the bounce page: now the move waits for its target."""
         move.set_state(MoveState.BOUNCED)
-        move.waits = []
+        move.waits = ()
         move.is_device_copy = move.target.level == 0
         for fence in move.target_waits:
             self._wait_for(move, fence)
@@ -449,14 +482,16 @@ class Transitions:
             return
         fence.passed = True
         dependents, fence.dependents = fence.dependents, None
-        for dependent in dependents or ():
+        if dependents is None:
+            return
+        for dependent in dependents if isinstance(dependents, list) else (dependents,):
             if isinstance(dependent, Slot):
                 pool = dependent.pool
                 was_retiring = bool(pool.retiring)
                 pool.fence_passed(dependent, fence)
                 if was_retiring and not pool.retiring:
                     self.outbox.shrunk.append((pool.level, pool.group))
-            elif dependent.state is not MoveState.ENDED:
+            elif dependent.state is not _ENDED:
                 dependent.blocked -= 1
                 self._try_start(dependent)
 
@@ -465,13 +500,13 @@ class Transitions:
         if fence.passed or fence.event is not None:
             return
         fence.event = event
-        dependents = fence.dependents or []
+        dependents = fence.dependent_list()
         copies = [one for one in dependents if isinstance(one, Move) and one.is_device_copy]
         if not copies:
             return
         fence.dependents = [
             one for one in dependents if not (isinstance(one, Move) and one.is_device_copy)
-        ]
+        ] or None
         for move in copies:
             move.blocked -= 1
             self._try_start(move)
@@ -511,23 +546,31 @@ class Transitions:
 
     def end_move(self, move: Move) -> None:
         """No piece is in flight any more: pass both fences and repay what was charged."""
-        state = move.state
-        self.stalled_moves.discard(move)
-        move.set_state(MoveState.ENDED)
+        state, source, target = move.state, move.source, move.target
+        if self.stalled_moves:
+            self.stalled_moves.discard(move)
+        if state is _ENDED:
+            move.set_state(_ENDED)  # raises: a move ends once
+        move.state = _ENDED
         del self.moves[move]
         if move.background_bytes:
             self.background_bytes -= move.background_bytes
-            if state is MoveState.PLANNED:
+            if state is _PLANNED:
                 self._unissued_bytes -= move.background_bytes
-            move.source.pool.pending_sources -= 1
+            source.pool.pending_sources -= 1
             move.background_bytes = 0
-        if move.target.write is move:
-            move.target.write = None
-        self.pass_fence(move.source_fence)
-        self.pass_fence(move.target_fence)
+        if target.write is move:
+            target.write = None
+        self.pass_fence(move)  # its reading
+        if move.write_fence is not None:
+            self.pass_fence(move.write_fence)
+        # What an ended move knows of others is of no use: old moves would hang on it in a chain.
+        move.waits = move.target_waits = ()
+        if source.readers is move:
+            source.readers = None
         if move.via_bounce:
             group = move.page.group
-            if state is MoveState.PLANNED:
+            if state is _PLANNED:
                 self._bounce_line[group].remove(move)
             else:
                 self.bounce_free[group] += 1
@@ -538,16 +581,16 @@ class Transitions:
     def finish_move(self, move: Move) -> None:
         """The bytes are at the target: it becomes valid, and only now (INV-114)."""
         target, page = move.target, move.page
-        if not move.is_detached and target.state is SlotState.WRITING:
-            target.set_state(SlotState.VALID)
+        if not move.is_detached and target.state is _WRITING:
+            target.state = _VALID
             if page.primary is not target:
                 target.pool.copies.finish(target)
         self.end_move(move)
         if move.is_detached or page.primary is not target:
             return
-        if move.kind is MoveKind.RESTORE:
+        if move.kind is _RESTORE:
             self.requeue(page)
-        if move.kind is not MoveKind.RELOCATE:
+        if self.spec.events and move.kind is not _RELOCATE:
             self.note("moved", page)
 
     def fail_move(self, move: Move, *, is_source_bad: bool, is_stalled: bool = False) -> None:
@@ -597,7 +640,7 @@ class Transitions:
             if slot is not None and any(fence.is_stalled for fence in slot.outstanding()):
                 used.pool.stall(slot)
         for fence in (move.source_fence, move.target_fence):
-            for dependent in list(fence.dependents or ()):
+            for dependent in fence.dependent_list():
                 if isinstance(dependent, Move) and dependent.state in _WAITING:
                     self.give_up(dependent)
 
