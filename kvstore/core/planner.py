@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from kvstore.core.transitions import Transitions
 
 
-_NO_FENCES: list[Fence] = []  # never changed
+#: Members by plain names: apply looks at them for every page that moves.
+_DEAD, _COMMITTED, _WRITING = PageState.DEAD, PageState.COMMITTED, SlotState.WRITING
+_EVICT, _RELOCATE = MoveKind.EVICT, MoveKind.RELOCATE
+_REQUIRED, _READ = IoClass.REQUIRED, IoClass.READ
 
 
 @dataclass(frozen=True, slots=True)
@@ -615,7 +618,7 @@ def _apply_group(
             if source.level == 0:
                 applied.recalled.append(page)
     for page in plan.drops:
-        if page.state is not PageState.DEAD:
+        if page.state is not _DEAD:
             tables.drop(page)
     for slot, end in plan.reclaims:
         if slot.page is not None and slot.pool.copies.has(slot):
@@ -626,16 +629,20 @@ def _apply_group(
     if resize is not None:
         # From here on slots above the new end are not handed out (INV-904).
         tables.pools[resize[0]][plan.group].begin_shrink(resize[1][plan.group])
-    moves = _leave_sources(tables, plan)
-    inherited = _bind_targets(tables, plan, moves, applied)
+    moves, levels = _leave_sources(tables, plan)
+    _grow(tables, plan, applied)
+    inherited, owners = _bind_targets(tables, plan, moves, levels)
     _enter_queues(tables, plan)
-    _break_cycles(moves, inherited)
-    moves_and_fences = [(move, inherited[move][1]) for move, _level in moves]
+    if plan.restores and plan.evicts:  # moves in one direction cannot wait in a ring
+        _break_cycles(moves, owners)
+    schedule = tables.schedule
+    for move, fences in zip(moves, inherited, strict=True):
+        schedule(move, fences)
     written = _plan_writes(tables, plan)
-    moves_and_fences += written
-    for move, fences in moves_and_fences:
-        tables.schedule(move, fences)
-        applied.moves.append(move)
+    for move in written:
+        schedule(move, ())
+    applied.moves += moves
+    applied.moves += written
     _count(tables, plan, len(written))
 
 
@@ -648,133 +655,159 @@ def _take_back(tables: Transitions, page: Page, copy: Slot) -> None:
     tables.note("moved", page)
 
 
-def _leave_sources(tables: Transitions, plan: GroupPlan) -> list[tuple[Move, int]]:
-    """Take every moving page off its source, before any target is handed out (INV-405)."""
-    moves: list[tuple[Move, int]] = []
+def _leave_sources(tables: Transitions, plan: GroupPlan) -> tuple[list[Move], list[int]]:
+    """Take every moving page off its source, before any target is handed out (INV-405).
+
+    Returns: the moves, and the level each one goes to.
+    """
+    moves: list[Move] = []
+    levels: list[int] = []
+    depart = tables.depart
     for page, level in plan.evicts:
-        if page.state is PageState.DEAD:
-            continue
-        source = tables.unbind_primary(page)
-        source.pool.evicted += 1
-        moves.append((_start_from(tables, page, MoveKind.EVICT, source, IoClass.REQUIRED), level))
+        if page.state is not _DEAD:
+            move = depart(page, _EVICT, _REQUIRED)
+            move.source.pool.evicted += 1
+            moves.append(move)
+            levels.append(level)
     for page in plan.relocates:
-        if page.state is PageState.DEAD:
+        source = page.primary
+        if page.state is _DEAD or source is None:
             continue
-        relocated = page.primary
-        assert relocated is not None
-        page.detach(relocated)
-        relocated.pool.primaries -= 1
-        source = relocated
-        move = _start_from(tables, page, MoveKind.RELOCATE, source, IoClass.REQUIRED)
-        moves.append((move, source.level))
+        page.detach(source)
+        source.pool.primaries -= 1
+        move = tables.new_move(page, _RELOCATE, source, _REQUIRED)
+        tables.release_source(source)
+        moves.append(move)
+        levels.append(source.level)
+    unkept, level_specs = plan.unkept, tables.spec.levels
     for page, level in plan.restores:
-        if page.state is PageState.DEAD:
+        if page.state is _DEAD:
             continue
         kind = MoveKind.PREFETCH if level else MoveKind.RESTORE
-        keeps = page not in plan.unkept and _kept_level(tables, page) >= 0
-        source = tables.unbind_primary(page)
-        if keeps:
+        levels.append(level)
+        if (
+            page.state is _COMMITTED
+            and level_specs[page.primary.level].keep_copy  # type: ignore[union-attr]
+            and page not in unkept
+        ):
             # INV-502, INV-702: the slot stays and only changes its role.
+            source = tables.unbind_primary(page)
             page.attach(source)
             tables.make_copy(source)
-            moves.append((tables.new_move(page, kind, source, IoClass.READ), level))
+            moves.append(tables.new_move(page, kind, source, _READ))
         else:
-            moves.append((_start_from(tables, page, kind, source, IoClass.READ), level))
-    return moves
+            moves.append(depart(page, kind, _READ))
+    return moves, levels
 
 
-def _start_from(
-    tables: Transitions, page: Page, kind: MoveKind, source: Slot, io_class: IoClass
-) -> Move:
-    """Make a move whose source drains; until it is promised, the page can return to it."""
-    move = tables.new_move(page, kind, source, io_class)
-    tables.release_source(source)
-    return move
+def _grow(tables: Transitions, plan: GroupPlan, applied: Applied) -> None:
+    """Make the new pages; ready slots go to the growing session first."""
+    group, priority, allocate = plan.group, plan.priority, tables.pools[0][plan.group].allocate
+    row = applied.new_pages[group]
+    for _ in range(plan.grow):
+        slot, _old = allocate()
+        page = Page(group, priority)
+        page.hold_count = page.lock_count = 1
+        page.primary = slot
+        slot.page = page
+        row.append(page)
+        readers = slot.readers
+        if readers is None:
+            continue
+        if isinstance(readers, list):
+            applied.fences.extend(slot.outstanding())
+        elif not readers.passed:
+            applied.fences.append(readers)
+    tables.pools[0][group].primaries += plan.grow
+    tables.page_count += plan.grow
 
 
 def _bind_targets(
-    tables: Transitions,
-    plan: GroupPlan,
-    moves: list[tuple[Move, int]],
-    applied: Applied,
-) -> dict[Move, tuple[Slot | None, list[Fence]]]:
-    """Hand out the slots: ready ones first, and of those first to the growing session."""
-    device = tables.pools[0][plan.group]
-    row = applied.new_pages[plan.group]
-    for _ in range(plan.grow):
-        slot, _old = device.allocate()
-        page = Page(plan.group, plan.priority)
-        page.hold_count = page.lock_count = 1
-        tables.bind_primary(page, slot)
-        tables.page_count += 1
-        row.append(page)
-        if slot.readers is not None:
-            applied.fences.extend(slot.outstanding())
-    inherited: dict[Move, tuple[Slot | None, list[Fence]]] = {}
-    for move, level in moves:
-        slot, old = tables.pools[level][plan.group].allocate()
-        inherited[move] = (old, _NO_FENCES if old is None else slot.outstanding())
-        slot.state = SlotState.WRITING
+    tables: Transitions, plan: GroupPlan, moves: list[Move], levels: list[int]
+) -> tuple[list[Sequence[Fence]], list[Slot | None]]:
+    """Hand out the slots of the moves: ready ones first, else those that drain the longest.
+
+    Returns: per move the open uses of its target, and the handle it took over.
+    """
+    inherited: list[Sequence[Fence]] = []
+    owners: list[Slot | None] = []
+    allocate = [level[plan.group].allocate for level in tables.pools]
+    bind = tables.bind_primary
+    for move, level in zip(moves, levels, strict=True):
+        slot, old = allocate[level]()
+        readers = slot.readers
+        if readers is None:
+            inherited.append(())
+        elif isinstance(readers, list):
+            inherited.append(slot.outstanding())
+        else:
+            inherited.append((readers,))
+        owners.append(old)
+        slot.state = _WRITING
         slot.write = move
         move.target = slot
-        tables.bind_primary(move.page, slot)
-        if move.kind is MoveKind.RELOCATE and move.source.lane is not None:
-            move.source.lane.replace(move.source, slot)  # it keeps its place in the queue
-    return inherited
+        bind(move.page, slot)
+        lane = move.source.lane
+        if lane is not None and move.kind is _RELOCATE:
+            lane.replace(move.source, slot)  # it keeps its place in the queue
+    return inherited, owners
 
 
 def _enter_queues(tables: Transitions, plan: GroupPlan) -> None:
     """Queue what has arrived on colder levels: as it fell, and prefetched pages tail first."""
     stamp = tables.next_stamp()
+    arrive = tables.arrive
     for page in plan.arrivals:
-        if page.state is not PageState.DEAD:
-            tables.arrive(page, stamp)
+        if page.state is not _DEAD:
+            arrive(page, stamp)
     for page, level in reversed(plan.restores):
-        if level and page.state is not PageState.DEAD:
-            tables.arrive(page, stamp)
+        if level and page.state is not _DEAD:
+            arrive(page, stamp)
 
 
-def _break_cycles(
-    moves: list[tuple[Move, int]], inherited: dict[Move, tuple[Slot | None, list[Fence]]]
-) -> None:
+def _break_cycles(moves: list[Move], owners: list[Slot | None]) -> None:
     """Send one move of each cycle through the bounce buffer (INV-407).
 
     A move waits for the one that leaves its target; each waits for at most one, so what is not a
     path is a ring.
     """
-    leaving = {move.source: move for move, _level in moves}
-    follows: dict[Move, Move] = {}
-    for move, (old, _fences) in inherited.items():
-        if old is not None and old in leaving:
-            follows[move] = leaving[old]
-    seen: set[Move] = set()
+    leaving = {move.source: move for move in moves}
+    follows = {
+        move: leaving[old]
+        for move, old in zip(moves, owners, strict=True)
+        if old is not None and old in leaving
+    }
+    walked: dict[Move, Move] = {}  # each move with the first one of its walk
     for first in follows:
-        path: dict[Move, None] = {}
         node: Move | None = first
-        while node is not None and node not in seen:
-            seen.add(node)
-            path[node] = None
+        while node is not None and node not in walked:
+            walked[node] = first
             node = follows.get(node)
-        if node is not None and node in path:
-            ring = list(path)[list(path).index(node) :]
-            # Prefer a restore: its data is read through pinned memory anyway.
-            chosen = next((one for one in ring if one.kind is MoveKind.RESTORE), ring[0])
-            chosen.via_bounce = True
+        if node is None or walked[node] is not first:
+            continue
+        start, ring = node, [node]
+        node = follows[start]
+        while node is not start:
+            ring.append(node)
+            node = follows[node]
+        # Prefer a restore: its data is read through pinned memory anyway.
+        chosen = next((one for one in ring if one.kind is MoveKind.RESTORE), start)
+        chosen.via_bounce = True
 
 
-def _plan_writes(tables: Transitions, plan: GroupPlan) -> list[tuple[Move, list[Fence]]]:
+def _plan_writes(tables: Transitions, plan: GroupPlan) -> list[Move]:
     """Issue the write-through copies into ready slots (INV-603, INV-608, INV-609)."""
-    written: list[tuple[Move, list[Fence]]] = []
+    written: list[Move] = []
     if not plan.writes:
         return written
     pool = tables.pools[tables.last_level][plan.group]
     page_bytes = tables.spec.groups[plan.group].page_bytes
     for page in plan.writes:
-        if page.state is not PageState.COMMITTED or page.primary is None or not pool.ready_count:
+        if page.state is not _COMMITTED or page.primary is None or not pool.ready_count:
             continue
         move = tables.new_move(page, MoveKind.WRITE_THROUGH, page.primary, plan.write_class)
         slot = pool.allocate_ready()
-        slot.state = SlotState.WRITING
+        slot.state = _WRITING
         slot.write = move
         move.target = slot
         page.attach(slot)
@@ -782,7 +815,7 @@ def _plan_writes(tables: Transitions, plan: GroupPlan) -> list[tuple[Move, list[
         pool.written_through += 1
         if plan.write_class is IoClass.BACKGROUND:
             tables.charge_background(move, page_bytes)
-        written.append((move, []))
+        written.append(move)
     return written
 
 

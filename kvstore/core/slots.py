@@ -339,7 +339,13 @@ class Pool:
         outstanding fences; nothing may be written before they have passed (INV-522).
         """
         if self.ready_count:
-            return self.allocate_ready(), None
+            slot_id = self.ready.pop()
+            if slot_id >= self.total or self.handles[slot_id] is not None:
+                return self.allocate_ready(), None  # that entry was out of date
+            self.ready_count -= 1
+            self.generations[slot_id] = generation = self.generations[slot_id] + 1
+            self.handles[slot_id] = slot = Slot(self, slot_id, generation)
+            return slot, None
         if not self.draining:
             raise LogicError(f"no free slot on level {self.level}, pool group {self.group}")
         old, _ = self.draining.popitem(last=False)
@@ -349,7 +355,9 @@ class Pool:
             readers = fences[0] if len(fences) == 1 else fences or None
         old.state = _RELEASED
         old.page = old.readers = None
-        slot = self._new_handle(old.slot_id)
+        slot_id = old.slot_id
+        self.generations[slot_id] = generation = self.generations[slot_id] + 1
+        self.handles[slot_id] = slot = Slot(self, slot_id, generation)
         slot.readers = readers
         return slot, old
 

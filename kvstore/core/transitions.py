@@ -249,6 +249,24 @@ class Transitions:
             self.detach_move(slot.write)
         slot.pool.release(slot)
 
+    def depart(self, page: Page, kind: MoveKind, io_class: IoClass) -> Move:
+        """Take a page off its primary, to be moved; the source drains, and until it is promised
+        to somebody the page can return to it.
+        """
+        source = page.primary
+        assert source is not None
+        pool = source.pool
+        if source.lane is not None:
+            pool.policy.remove(source)
+        page.primary = source.colder
+        source.colder = None
+        pool.primaries -= 1
+        move = self.new_move(page, kind, source, io_class)
+        if page.primary is not None:
+            self._promote_readers(source)
+        pool.release(source)
+        return move
+
     def release_source(self, slot: Slot) -> None:
         """Give up the source of a move just made; a write still bringing its bytes runs on."""
         page = slot.page
