@@ -631,16 +631,13 @@ def _apply_group(
         tables.pools[resize[0]][plan.group].begin_shrink(resize[1][plan.group])
     moves, levels = _leave_sources(tables, plan)
     _grow(tables, plan, applied)
-    inherited, owners = _bind_targets(tables, plan, moves, levels)
+    owners = _bind_targets(tables, plan, moves, levels)
     _enter_queues(tables, plan)
     if plan.restores and plan.evicts:  # moves in one direction cannot wait in a ring
         _break_cycles(moves, owners)
-    schedule = tables.schedule
-    for move, fences in zip(moves, inherited, strict=True):
-        schedule(move, fences)
+    tables.schedule(moves)
     written = _plan_writes(tables, plan)
-    for move in written:
-        schedule(move, ())
+    tables.schedule(written)
     applied.moves += moves
     applied.moves += written
     _count(tables, plan, len(written))
@@ -702,10 +699,9 @@ def _leave_sources(tables: Transitions, plan: GroupPlan) -> tuple[list[Move], li
 
 def _grow(tables: Transitions, plan: GroupPlan, applied: Applied) -> None:
     """Make the new pages; ready slots go to the growing session first."""
-    group, priority, allocate = plan.group, plan.priority, tables.pools[0][plan.group].allocate
-    row = applied.new_pages[group]
-    for _ in range(plan.grow):
-        slot, _old = allocate()
+    group, priority, device = plan.group, plan.priority, tables.pools[0][plan.group]
+    row, fences = applied.new_pages[group], applied.fences
+    for slot in device.allocate_many(plan.grow)[0]:
         page = Page(group, priority)
         page.hold_count = page.lock_count = 1
         page.primary = slot
@@ -715,42 +711,40 @@ def _grow(tables: Transitions, plan: GroupPlan, applied: Applied) -> None:
         if readers is None:
             continue
         if isinstance(readers, list):
-            applied.fences.extend(slot.outstanding())
+            fences.extend(slot.outstanding())
         elif not readers.passed:
-            applied.fences.append(readers)
-    tables.pools[0][group].primaries += plan.grow
+            fences.append(readers)
+    device.primaries += plan.grow
     tables.page_count += plan.grow
 
 
 def _bind_targets(
     tables: Transitions, plan: GroupPlan, moves: list[Move], levels: list[int]
-) -> tuple[list[Sequence[Fence]], list[Slot | None]]:
+) -> list[Slot | None]:
     """Hand out the slots of the moves: ready ones first, else those that drain the longest.
 
-    Returns: per move the open uses of its target, and the handle it took over.
+    Returns: per move the handle its target took over, if any.
     """
-    inherited: list[Sequence[Fence]] = []
     owners: list[Slot | None] = []
-    allocate = [level[plan.group].allocate for level in tables.pools]
-    bind = tables.bind_primary
+    supply = []
+    for level, pools in enumerate(tables.pools):
+        slots, old = pools[plan.group].allocate_many(levels.count(level))
+        pools[plan.group].primaries += len(slots)
+        supply.append(zip(slots, old, strict=True).__next__)
     for move, level in zip(moves, levels, strict=True):
-        slot, old = allocate[level]()
-        readers = slot.readers
-        if readers is None:
-            inherited.append(())
-        elif isinstance(readers, list):
-            inherited.append(slot.outstanding())
-        else:
-            inherited.append((readers,))
-        owners.append(old)
+        slot, owner = supply[level]()
+        owners.append(owner)
         slot.state = _WRITING
         slot.write = move
         move.target = slot
-        bind(move.page, slot)
-        lane = move.source.lane
-        if lane is not None and move.kind is _RELOCATE:
-            lane.replace(move.source, slot)  # it keeps its place in the queue
-    return inherited, owners
+        slot.page = page = move.page
+        first = page.primary
+        assert first is None or first.level > level, "INV-302: a primary is the hottest slot"
+        slot.colder = first
+        page.primary = slot
+        if move.kind is _RELOCATE and move.source.lane is not None:
+            move.source.lane.replace(move.source, slot)  # it keeps its place in the queue
+    return owners
 
 
 def _enter_queues(tables: Transitions, plan: GroupPlan) -> None:

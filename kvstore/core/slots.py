@@ -225,16 +225,19 @@ class Slot:
 
     def outstanding(self) -> list[Fence]:
         """Return the fences of all uses that have not ended, the write included."""
-        readers = self.readers
-        if readers is None:
-            fences: list[Fence] = []
-        elif isinstance(readers, list):
-            fences = [fence for fence in readers if not fence.passed]
-        else:
-            fences = [] if readers.passed else [readers]
+        fences = self.outstanding_readers()
         if self.write is not None and not self.write.target_fence.passed:
             fences.append(self.write.target_fence)
         return fences
+
+    def outstanding_readers(self) -> list[Fence]:
+        """Return the fences of the uses beside the present write that have not ended."""
+        readers = self.readers
+        if readers is None:
+            return []
+        if isinstance(readers, list):
+            return [fence for fence in readers if not fence.passed]
+        return [] if readers.passed else [readers]
 
     def add_reader(self, fence: Fence) -> None:
         """Record one more use; ended ones are forgotten on the way."""
@@ -249,6 +252,14 @@ class Slot:
             self.readers = fence
         else:
             self.readers = [readers, fence]
+
+    def forget_reader(self, fence: Fence) -> None:
+        """Let go of a use that has ended, so that nothing old is kept alive by it."""
+        readers = self.readers
+        if readers is fence:
+            self.readers = None
+        elif isinstance(readers, list) and fence in readers:
+            readers.remove(fence)
 
     def set_state(self, state: SlotState) -> None:
         """Change the state along the table. Raises: InvariantError: a transition not in it."""
@@ -338,28 +349,40 @@ class Pool:
         Returns: the new handle, and the draining one it takes over. The new handle inherits the
         outstanding fences; nothing may be written before they have passed (INV-522).
         """
-        if self.ready_count:
-            slot_id = self.ready.pop()
-            if slot_id >= self.total or self.handles[slot_id] is not None:
-                return self.allocate_ready(), None  # that entry was out of date
-            self.ready_count -= 1
-            self.generations[slot_id] = generation = self.generations[slot_id] + 1
-            self.handles[slot_id] = slot = Slot(self, slot_id, generation)
-            return slot, None
-        if not self.draining:
+        slots, owners = self.allocate_many(1)
+        return slots[0], owners[0]
+
+    def allocate_many(self, count: int) -> tuple[list[Slot], list[Slot | None]]:
+        """Take slots one after the other, each as `allocate` would; return handles and owners."""
+        left = min(count, self.ready_count)
+        if count - left > len(self.draining):
             raise LogicError(f"no free slot on level {self.level}, pool group {self.group}")
-        old, _ = self.draining.popitem(last=False)
-        readers = old.readers
-        if old.write is not None or type(readers) is list:
-            fences = old.outstanding()
-            readers = fences[0] if len(fences) == 1 else fences or None
-        old.state = _RELEASED
-        old.page = old.readers = None
-        slot_id = old.slot_id
-        self.generations[slot_id] = generation = self.generations[slot_id] + 1
-        self.handles[slot_id] = slot = Slot(self, slot_id, generation)
-        slot.readers = readers
-        return slot, old
+        ready, handles, generations, total = self.ready, self.handles, self.generations, self.total
+        self.ready_count -= left
+        slots: list[Slot] = []
+        owners: list[Slot | None] = [None] * left
+        while left:
+            slot_id = ready.pop()
+            if slot_id < total and handles[slot_id] is None:
+                left -= 1
+                generations[slot_id] = generation = generations[slot_id] + 1
+                handles[slot_id] = slot = Slot(self, slot_id, generation)
+                slots.append(slot)
+        while len(slots) < count:
+            old, _ = self.draining.popitem(last=False)
+            readers = old.readers
+            if old.write is not None or type(readers) is list:
+                fences = old.outstanding()
+                readers = fences[0] if len(fences) == 1 else fences or None
+            old.state = _RELEASED
+            old.page = old.readers = None
+            slot_id = old.slot_id
+            generations[slot_id] = generation = generations[slot_id] + 1
+            handles[slot_id] = slot = Slot(self, slot_id, generation)
+            slot.readers = readers
+            slots.append(slot)
+            owners.append(old)
+        return slots, owners
 
     def adopt(self, slot_id: int, generation: int) -> Slot | None:
         """Take a given ready slot, for recovery; None if it is out of range or in use."""

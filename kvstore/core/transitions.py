@@ -8,7 +8,7 @@ apart from `InvariantError`, which reports a bug of ours (INV-523).
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import final
 
 from kvstore.config import IoClass, Tier
@@ -105,7 +105,7 @@ _WAITING = (MoveState.PLANNED, MoveState.BOUNCED)
 _PLANNED, _BOUNCED, _STARTED = MoveState.PLANNED, MoveState.BOUNCED, MoveState.STARTED
 _ENDED, _RESTORE, _RELOCATE = MoveState.ENDED, MoveKind.RESTORE, MoveKind.RELOCATE
 _WRITING, _VALID, _DRAINING = SlotState.WRITING, SlotState.VALID, SlotState.DRAINING
-_COMMITTED = PageState.COMMITTED
+_COMMITTED, _DEAD = PageState.COMMITTED, PageState.DEAD
 
 
 class Transitions:
@@ -244,7 +244,7 @@ class Transitions:
         A background write that reads it is promoted, because the next owner waits for it
         (INV-109, INV-610); a write into it that nobody else needs is cancelled (INV-515).
         """
-        is_read = self._promote_readers(slot)
+        is_read = slot.page is not None and self._promote_readers(slot)
         if slot.write is not None and not is_read:
             self.detach_move(slot.write)
         slot.pool.release(slot)
@@ -258,13 +258,27 @@ class Transitions:
         pool = source.pool
         if source.lane is not None:
             pool.policy.remove(source)
-        page.primary = source.colder
+        page.primary = rest = source.colder
         source.colder = None
         pool.primaries -= 1
-        move = self.new_move(page, kind, source, io_class)
-        if page.primary is not None:
+        readers = source.readers
+        if (
+            rest is not None
+            or (readers is not None and (isinstance(readers, list) or not readers.passed))
+            or source.state is not _VALID
+            or source.slot_id >= pool.total
+        ):
+            move = self.new_move(page, kind, source, io_class)
             self._promote_readers(source)
-        pool.release(source)
+            pool.release(source)
+            return move
+        # The usual case: nobody else uses the slot, so what `new_move` and `release` do is this.
+        self._sequence = sequence = self._sequence + 1
+        source.readers = move = Move(page, kind, source, io_class, sequence)
+        move.dependents = source
+        source.state = _DRAINING
+        pool.draining[source] = None
+        self.moves[move] = None
         return move
 
     def release_source(self, slot: Slot) -> None:
@@ -417,26 +431,32 @@ class Transitions:
         self.moves[move] = None
         return move
 
-    def schedule(self, move: Move, inherited: Sequence[Fence]) -> None:
-        """Work out what the move waits for, and start it if that is nothing (INV-418).
+    def schedule(self, moves: Iterable[Move]) -> None:
+        """Work out what moves wait for, and start those that wait for nothing (INV-418).
 
-        It waits for its source (see `new_move`) and for every earlier use of its target.
+        A move waits for its source (see `new_move`) and for every earlier use of its target.
         """
-        if move.via_bounce:
-            self._bounce_line[move.page.group].append(move)
-            move.target_waits = inherited
-            move.is_device_copy = move.source.level == 0
-            fences = move.waits
-        else:
-            move.is_device_copy = move.source.level == 0 or move.target.level == 0
-            fences = move.waits
-            if inherited:
-                fences = [*fences, *inherited] if fences else inherited
-        if fences:
+        start = self.outbox.start
+        for move in moves:
+            target = move.target
+            if move.via_bounce:
+                self._bounce_line[move.page.group].append(move)
+                move.target_waits = target.outstanding_readers()
+                move.is_device_copy = move.source.level == 0
+                fences = move.waits
+            else:
+                move.is_device_copy = move.source.level == 0 or target.level == 0
+                fences = move.waits
+                if target.readers is not None:
+                    fences = [*fences, *target.outstanding_readers()]
+                elif not fences and not move.background_bytes:
+                    move.state = _STARTED
+                    start.append(move)
+                    continue
             move.waits = ()
             for fence in fences:
                 self._wait_for(move, fence)
-        self._try_start(move)
+            self._try_start(move)
 
     def _wait_for(self, move: Move, fence: Fence) -> None:
         if fence.passed:
@@ -584,8 +604,9 @@ class Transitions:
             self.pass_fence(move.write_fence)
         # What an ended move knows of others is of no use: old moves would hang on it in a chain.
         move.waits = move.target_waits = ()
-        if source.readers is move:
-            source.readers = None
+        user = source.pool.handles[source.slot_id]  # the source itself, or who inherited its uses
+        if user is not None and user.readers is not None:
+            user.forget_reader(move)
         if move.via_bounce:
             group = move.page.group
             if state is _PLANNED:
@@ -722,6 +743,9 @@ class Transitions:
         self._end_with_descendants(page)
 
     def _end_with_descendants(self, page: Page) -> None:
+        if page.children is None:
+            self.end_page(page)
+            return
         stack = page.child_list()
         self.end_page(page)
         while stack:
@@ -743,24 +767,30 @@ class Transitions:
 
     def end_page(self, page: Page) -> None:
         """Free all slots of a page, copies first, so that no dying write is promoted (INV-519)."""
-        if page.state is PageState.COMMITTED:
-            assert page.key is not None
+        if page.state is _COMMITTED:
             self.index.remove(page)
-            self.note("removed", page)
+            if self.spec.events:
+                self.note("removed", page)
             if self.counts_uses:
                 self._remember_uses(page)
-        if page.parent is not None:
-            page.parent.remove_child(page)
+        parent = page.parent
+        if parent is not None:
+            parent.remove_child(page)
             page.parent = None
         page.children = None
-        copies = page.slots[1:] if self._primary_is_real(page) else page.slots
-        for slot in reversed(copies):
-            self.end_copy(slot, CopyEnd.DIED)
-        if page.primary is not None:
-            slot = self.unbind_primary(page)
-            slot.page = None
-            self.release(slot)
-        page.set_state(PageState.DEAD)
+        primary = page.primary
+        if primary is not None:
+            if primary.colder is not None or primary.pool.copies.has(primary):
+                copies = page.slots[1:] if self._primary_is_real(page) else page.slots
+                for slot in reversed(copies):
+                    self.end_copy(slot, CopyEnd.DIED)
+            if page.primary is not None:
+                slot = self.unbind_primary(page)
+                slot.page = None
+                self.release(slot)
+        if page.state is _DEAD:
+            page.set_state(_DEAD)  # raises: a page ends once
+        page.state = _DEAD
         self.page_count -= 1
 
     def _primary_is_real(self, page: Page) -> bool:
