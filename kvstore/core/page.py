@@ -38,6 +38,9 @@ PAGE_TRANSITIONS: dict[PageState, frozenset[PageState]] = {
     PageState.DEAD: frozenset(),
 }
 
+#: By a plain name: reaching a member through its class costs a third of making a page.
+_FILLING = PageState.FILLING
+
 #: The status that follows from the counters (INV-308).
 LOCKED, HELD, DROPPABLE = "locked", "held", "droppable"
 
@@ -68,7 +71,7 @@ class Page:
     def __init__(self, group: int, priority: int) -> None:
         self.group = group
         self.priority = priority
-        self.state = PageState.FILLING
+        self.state = _FILLING
         self.key: BlockKey | None = None
         self.parent_key: BlockKey | None = None
         self.parent: Page | None = None

@@ -256,6 +256,10 @@ class _Cascade:
         plan, pool, tables = self.plan, self.pools[level], self.tables
         newcomers: list[Page] = []
         for page in incoming:
+            primary = page.primary
+            if primary is None or primary.colder is None:  # no copy anywhere
+                newcomers.append(page)
+                continue
             copy = page.slot_at(level)
             if copy is None:
                 newcomers.append(page)
@@ -282,11 +286,12 @@ class _Cascade:
                 return Refusal(level, self.group, need, available, self._never())
         gone = set(falling)
         gone.update(plan.drops)
-        plan.arrivals.extend(page for page in incoming if page not in gone)
-        for page in newcomers:
-            if page not in gone:
-                plan.evicts.append((page, level))
-                plan.takes[level] += 1
+        if gone:
+            incoming = [page for page in incoming if page not in gone]
+            newcomers = [page for page in newcomers if page not in gone]
+        plan.arrivals += incoming
+        plan.evicts += [(page, level) for page in newcomers]
+        plan.takes[level] += len(newcomers)
         for copy, page in self.reserved[level].items():
             if page not in gone:
                 plan.take_backs.append((page, copy))
@@ -357,7 +362,8 @@ class _Cascade:
                     victims += self._select(pool, shortage - len(victims), room)
             else:
                 victims = self._select(pool, shortage, room)
-            room -= sum(page.hold_count > 0 for page in victims)
+            if pool.policy.held_count:
+                room -= sum(page.hold_count > 0 for page in victims)
             shortage -= len(victims)
             falling.extend(victims)  # INV-410: in front of what falls from above
         shortage -= self._reclaim(level, shortage)

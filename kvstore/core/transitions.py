@@ -787,7 +787,10 @@ class Transitions:
             if page.primary is not None:
                 slot = self.unbind_primary(page)
                 slot.page = None
-                self.release(slot)
+                if slot.write is None:
+                    slot.pool.release(slot)
+                else:
+                    self.release(slot)
         if page.state is _DEAD:
             page.set_state(_DEAD)  # raises: a page ends once
         page.state = _DEAD
