@@ -54,9 +54,11 @@ class GroupPlan:
     drops: list[Page] = field(default_factory=list)
     reclaims: list[tuple[Slot, CopyEnd]] = field(default_factory=list)
     take_backs: list[tuple[Page, Slot]] = field(default_factory=list)
-    evicts: list[tuple[Page, int]] = field(default_factory=list)
+    evicts: list[Page] = field(default_factory=list)
+    evict_levels: list[int] = field(default_factory=list)  # where each of `evicts` goes
     relocates: list[Page] = field(default_factory=list)
-    restores: list[tuple[Page, int]] = field(default_factory=list)
+    restores: list[Page] = field(default_factory=list)
+    restore_level: int = 0
     unkept: set[Page] = field(default_factory=set)  # restores whose source is needed at once
     withdrawn: set[Page] = field(default_factory=set)  # recalls whose write is not kept either
     grow: int = 0
@@ -170,7 +172,7 @@ class _Cascade:
         self.trim = trim
         self.pools: list[Pool] = [level[group] for level in tables.pools]
         count = tables.level_count
-        self.plan = GroupPlan(group, grow=grow, takes=[0] * count)
+        self.plan = GroupPlan(group, grow=grow, takes=[0] * count, restore_level=target_level)
         self.total = [pool.total for pool in self.pools]
         if shrink is not None:
             self.total[shrink[0]] = shrink[1]
@@ -207,7 +209,7 @@ class _Cascade:
                     self.held[recalled.level] += 1
                 return
             slot = recalled
-        plan.restores.append((page, self.target_level))
+        plan.restores.append(page)
         self.goal[self.target_level] += 1
         if tables.spec.levels[slot.level].keep_copy and page.state is PageState.COMMITTED:
             if slot not in self.stalled:
@@ -290,7 +292,8 @@ class _Cascade:
             incoming = [page for page in incoming if page not in gone]
             newcomers = [page for page in newcomers if page not in gone]
         plan.arrivals += incoming
-        plan.evicts += [(page, level) for page in newcomers]
+        plan.evicts += newcomers
+        plan.evict_levels += [level] * len(newcomers)
         plan.takes[level] += len(newcomers)
         for copy, page in self.reserved[level].items():
             if page not in gone:
@@ -532,7 +535,8 @@ def _plan_write_through(tables: Transitions, groups: list[GroupPlan]) -> None:
         cap = min(cap, tables.engine_room_bytes - tables.unissued_background_bytes())
     for plan in groups:
         # INV-606: in the order of eviction. INV-616: a shadow taken back counts like a copied page.
-        staying = {page for page, level in plan.evicts if level == host}
+        goes = zip(plan.evicts, plan.evict_levels, strict=True)
+        staying = {page for page, level in goes if level == host}
         staying.update(page for page, slot in plan.take_backs if slot.level == host)
         candidates = [
             page for page in plan.arrivals if page in staying and _is_writable(tables, page)
@@ -551,7 +555,7 @@ def _plan_write_through(tables: Transitions, groups: list[GroupPlan]) -> None:
         reused = sum(slot.pool is pool for _page, slot in plan.take_backs)
         kept = sum(
             page not in plan.unkept and _kept_level(tables, page) == disk
-            for page, _level in plan.restores
+            for page in plan.restores
         )
         copies = pool.copies.count - ended - reused + kept
         share = tables.spec.levels[disk].share(pool.total) - copies
@@ -666,7 +670,7 @@ def _leave_sources(tables: Transitions, plan: GroupPlan) -> tuple[list[Move], li
     moves: list[Move] = []
     levels: list[int] = []
     depart = tables.depart
-    for page, level in plan.evicts:
+    for page, level in zip(plan.evicts, plan.evict_levels, strict=True):
         if page.state is not _DEAD:
             move = depart(page, _EVICT, _REQUIRED)
             move.source.pool.evicted += 1
@@ -682,11 +686,11 @@ def _leave_sources(tables: Transitions, plan: GroupPlan) -> tuple[list[Move], li
         tables.release_source(source)
         moves.append(move)
         levels.append(source.level)
-    unkept, level_specs = plan.unkept, tables.spec.levels
-    for page, level in plan.restores:
+    unkept, level_specs, level = plan.unkept, tables.spec.levels, plan.restore_level
+    kind = MoveKind.PREFETCH if level else MoveKind.RESTORE
+    for page in plan.restores:
         if page.state is _DEAD:
             continue
-        kind = MoveKind.PREFETCH if level else MoveKind.RESTORE
         levels.append(level)
         if (
             page.state is _COMMITTED
@@ -760,9 +764,10 @@ def _enter_queues(tables: Transitions, plan: GroupPlan) -> None:
     for page in plan.arrivals:
         if page.state is not _DEAD:
             arrive(page, stamp)
-    for page, level in reversed(plan.restores):
-        if level and page.state is not _DEAD:
-            arrive(page, stamp)
+    if plan.restore_level:
+        for page in reversed(plan.restores):
+            if page.state is not _DEAD:
+                arrive(page, stamp)
 
 
 def _break_cycles(moves: list[Move], owners: list[Slot | None]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, final
 
@@ -162,7 +162,8 @@ class Slot:
     ``write`` is the move that writes it (its target fence is the end of the write); ``readers``
     are the fences of other uses: None, one fence, or a list. ``colder`` links the slots of a page
     from its primary down. ``lane``, ``prev``, ``next`` and ``stamp`` place the slot in the
-    eviction queue of its pool (a primary) or in the queue of copies (a copy).
+    eviction queue of its pool (a primary) or in the queue of copies (a copy). Only its pool makes
+    handles, in `Pool.allocate_many`.
     """
 
     __slots__ = (
@@ -181,20 +182,19 @@ class Slot:
         "write",
     )
 
-    def __init__(self, pool: Pool, slot_id: int, generation: int) -> None:
-        self.pool = pool
-        self.level = pool.level
-        self.slot_id = slot_id
-        self.generation = generation
-        self.state = _VALID
-        self.page: Page | None = None
-        self.colder: Slot | None = None
-        self.write: Move | None = None
-        self.readers: Fence | list[Fence] | None = None
-        self.lane: Lane | None = None
-        self.prev: Slot | Lane | None = None
-        self.next: Slot | Lane | None = None
-        self.stamp = 0
+    pool: Pool
+    level: int
+    slot_id: int
+    generation: int
+    state: SlotState
+    page: Page | None
+    colder: Slot | None
+    write: Move | None
+    readers: Fence | list[Fence] | None
+    lane: Lane | None
+    prev: Slot | Lane | None
+    next: Slot | Lane | None
+    stamp: int
 
     def __repr__(self) -> str:
         """Name the place and the state."""
@@ -340,7 +340,7 @@ class Pool:
             slot_id = ready.pop()
             if slot_id < total and handles[slot_id] is None:
                 self.ready_count -= 1
-                return self._new_handle(slot_id)
+                return self._new_handles((slot_id,))[0]
         raise LogicError(f"no ready slot on level {self.level}, pool group {self.group}")
 
     def allocate(self) -> tuple[Slot, Slot | None]:
@@ -357,31 +357,33 @@ class Pool:
         left = min(count, self.ready_count)
         if count - left > len(self.draining):
             raise LogicError(f"no free slot on level {self.level}, pool group {self.group}")
-        ready, handles, generations, total = self.ready, self.handles, self.generations, self.total
+        ready, handles, total = self.ready, self.handles, self.total
         self.ready_count -= left
-        slots: list[Slot] = []
+        slot_ids: list[int] = []
         owners: list[Slot | None] = [None] * left
         while left:
             slot_id = ready.pop()
             if slot_id < total and handles[slot_id] is None:
                 left -= 1
-                generations[slot_id] = generation = generations[slot_id] + 1
-                handles[slot_id] = slot = Slot(self, slot_id, generation)
-                slots.append(slot)
-        while len(slots) < count:
-            old, _ = self.draining.popitem(last=False)
+                slot_ids.append(slot_id)
+        if len(slot_ids) == count:
+            return self._new_handles(slot_ids), owners
+        first, uses = len(slot_ids), []
+        next_draining = self.draining.popitem
+        for _ in range(count - first):
+            old, _none = next_draining(last=False)
             readers = old.readers
             if old.write is not None or type(readers) is list:
                 fences = old.outstanding()
                 readers = fences[0] if len(fences) == 1 else fences or None
             old.state = _RELEASED
             old.page = old.readers = None
-            slot_id = old.slot_id
-            generations[slot_id] = generation = generations[slot_id] + 1
-            handles[slot_id] = slot = Slot(self, slot_id, generation)
-            slot.readers = readers
-            slots.append(slot)
+            slot_ids.append(old.slot_id)
             owners.append(old)
+            uses.append(readers)
+        slots = self._new_handles(slot_ids)
+        for slot, readers in zip(slots[first:] if first else slots, uses, strict=True):
+            slot.readers = readers
         return slots, owners
 
     def adopt(self, slot_id: int, generation: int) -> Slot | None:
@@ -390,7 +392,7 @@ class Pool:
             return None
         self.ready_count -= 1  # its entry in the ready list is skipped when it comes up
         self.generations[slot_id] = max(self.generations[slot_id], generation - 1)
-        return self._new_handle(slot_id)
+        return self._new_handles((slot_id,))[0]
 
     def release(self, slot: Slot) -> None:
         """Give a slot up: ready at once, or draining until its last use has ended (INV-522)."""
@@ -484,12 +486,27 @@ class Pool:
         self.ready = list(free)
         self.ready_count = len(free)
 
-    def _new_handle(self, slot_id: int) -> Slot:
-        generation = self.generations[slot_id] + 1
-        self.generations[slot_id] = generation
-        slot = Slot(self, slot_id, generation)
-        self.handles[slot_id] = slot
-        return slot
+    def _new_handles(self, slot_ids: Iterable[int]) -> list[Slot]:
+        """Make a handle per slot, with the next generation of each (INV-304).
+
+        Without a constructor: the call would cost as much again as all the fields.
+        """
+        handles, generations, level = self.handles, self.generations, self.level
+        made: list[Slot] = []
+        blank = Slot.__new__
+        for slot_id in slot_ids:
+            slot = blank(Slot)
+            slot.pool = self
+            slot.level = level
+            slot.slot_id = slot_id
+            generations[slot_id] = slot.generation = generations[slot_id] + 1
+            slot.state = _VALID
+            slot.page = slot.colder = slot.write = slot.readers = None
+            slot.lane = slot.prev = slot.next = None
+            slot.stamp = 0
+            handles[slot_id] = slot
+            made.append(slot)
+        return made
 
     def _free(self, slot: Slot) -> None:
         slot_id = slot.slot_id
