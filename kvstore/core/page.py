@@ -259,30 +259,53 @@ class Move(Fence):
         "write_fence",
     )
 
-    def __init__(
-        self, page: Page, kind: MoveKind, source: Slot, io_class: IoClass, sequence: int
-    ) -> None:
-        self.passed = False
-        self.event = None
-        self.is_kernel = False
-        self.is_stalled = False
-        self.dependents = None
-        self.page = page
-        self.kind = kind
-        self.source = source
-        self.target: Slot = source  # bound when the plan is applied
-        self.io_class = io_class
-        self.sequence = sequence
-        self.via_bounce = False
-        self.state = _MOVE_PLANNED
-        self.is_detached = False
-        self.is_source_released = False
-        self.is_device_copy = False
-        self.waits: Sequence[Fence] = ()
-        self.target_waits: Sequence[Fence] = ()  # of a via-bounce move, for its second start
-        self.blocked = 0
-        self.background_bytes = 0
-        self.write_fence: Fence | None = None
+    page: Page
+    kind: MoveKind
+    source: Slot
+    target: Slot  # the source, until the plan is applied
+    io_class: IoClass
+    sequence: int
+    via_bounce: bool
+    state: MoveState
+    is_detached: bool
+    is_source_released: bool
+    is_device_copy: bool
+    waits: Sequence[Fence]
+    target_waits: Sequence[Fence]  # of a via-bounce move, for its second start
+    blocked: int
+    background_bytes: int
+    write_fence: Fence | None
+
+    @staticmethod
+    def make(
+        pages: Sequence[Page],
+        sources: Sequence[Slot],
+        kind: MoveKind,
+        io_class: IoClass,
+        sequence: int,
+    ) -> list[Move]:
+        """Make a move of each page from its source, numbered from ``sequence`` on.
+
+        Without a constructor: the call would cost as much again as all the fields.
+        """
+        moves: list[Move] = []
+        blank = Move.__new__
+        for page, source in zip(pages, sources, strict=True):
+            move = blank(Move)
+            move.page = page
+            move.source = move.target = source
+            move.sequence = sequence
+            sequence += 1
+            move.kind = kind
+            move.io_class = io_class
+            move.state = _MOVE_PLANNED
+            move.passed = move.is_kernel = move.is_stalled = move.via_bounce = False
+            move.is_detached = move.is_source_released = move.is_device_copy = False
+            move.event = move.dependents = move.write_fence = None
+            move.waits = move.target_waits = ()
+            move.blocked = move.background_bytes = 0
+            moves.append(move)
+        return moves
 
     @property
     def source_fence(self) -> Fence:

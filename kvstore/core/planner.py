@@ -577,9 +577,10 @@ def _plan_write_through(tables: Transitions, groups: list[GroupPlan]) -> None:
 
 def _kept_level(tables: Transitions, page: Page) -> int:
     """Return the level whose slot a restore of the page would leave as a copy, or -1."""
-    level = page.level
-    keeps = page.state is PageState.COMMITTED and tables.spec.levels[level].keep_copy
-    return level if keeps else -1
+    slot = page.primary
+    if slot is None or page.state is not _COMMITTED:
+        return -1
+    return slot.level if tables.spec.levels[slot.level].keep_copy else -1
 
 
 def _skip(plan: GroupPlan, reason: str, count: int) -> None:
@@ -667,15 +668,15 @@ def _leave_sources(tables: Transitions, plan: GroupPlan) -> tuple[list[Move], li
 
     Returns: the moves, and the level each one goes to.
     """
-    moves: list[Move] = []
-    levels: list[int] = []
-    depart = tables.depart
-    for page, level in zip(plan.evicts, plan.evict_levels, strict=True):
-        if page.state is not _DEAD:
-            move = depart(page, _EVICT, _REQUIRED)
-            move.source.pool.evicted += 1
-            moves.append(move)
-            levels.append(level)
+    evicts, levels = plan.evicts, plan.evict_levels
+    if any(page.state is _DEAD for page in evicts):
+        living = [index for index, page in enumerate(evicts) if page.state is not _DEAD]
+        evicts = [evicts[index] for index in living]
+        levels = [levels[index] for index in living]
+    moves = tables.depart(evicts, _EVICT, _REQUIRED)
+    for move in moves:
+        move.source.pool.evicted += 1
+    levels = levels.copy()
     for page in plan.relocates:
         source = page.primary
         if page.state is _DEAD or source is None:
@@ -686,24 +687,14 @@ def _leave_sources(tables: Transitions, plan: GroupPlan) -> tuple[list[Move], li
         tables.release_source(source)
         moves.append(move)
         levels.append(source.level)
-    unkept, level_specs, level = plan.unkept, tables.spec.levels, plan.restore_level
-    kind = MoveKind.PREFETCH if level else MoveKind.RESTORE
-    for page in plan.restores:
-        if page.state is _DEAD:
-            continue
-        levels.append(level)
-        if (
-            page.state is _COMMITTED
-            and level_specs[page.primary.level].keep_copy  # type: ignore[union-attr]
-            and page not in unkept
-        ):
-            # INV-502, INV-702: the slot stays and only changes its role.
-            source = tables.unbind_primary(page)
-            page.attach(source)
-            tables.make_copy(source)
-            moves.append(tables.new_move(page, kind, source, _READ))
-        else:
-            moves.append(depart(page, kind, _READ))
+    restores = [page for page in plan.restores if page.state is not _DEAD]
+    kind = MoveKind.PREFETCH if plan.restore_level else MoveKind.RESTORE
+    unkept = plan.unkept
+    kept = {
+        page for page in restores if page not in unkept and _kept_level(tables, page) >= 0
+    }
+    moves += tables.depart(restores, kind, _READ, kept)
+    levels += [plan.restore_level] * len(restores)
     return moves, levels
 
 

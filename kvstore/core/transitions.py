@@ -8,7 +8,7 @@ apart from `InvariantError`, which reports a bug of ours (INV-523).
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import final
 
 from kvstore.config import IoClass, Tier
@@ -249,37 +249,51 @@ class Transitions:
             self.detach_move(slot.write)
         slot.pool.release(slot)
 
-    def depart(self, page: Page, kind: MoveKind, io_class: IoClass) -> Move:
-        """Take a page off its primary, to be moved; the source drains, and until it is promised
-        to somebody the page can return to it.
+    def depart(
+        self, pages: Sequence[Page], kind: MoveKind, io_class: IoClass, kept: Collection[Page] = ()
+    ) -> list[Move]:
+        """Take pages off their primaries, to be moved: one move per page, in that order.
+
+        The source of a page in ``kept`` becomes a copy (INV-502, INV-702). Any other one drains,
+        and until it is promised to somebody the page can return to it.
         """
-        source = page.primary
-        assert source is not None
-        pool = source.pool
-        if source.lane is not None:
-            pool.policy.remove(source)
-        page.primary = rest = source.colder
-        source.colder = None
-        pool.primaries -= 1
-        readers = source.readers
-        if (
-            rest is not None
-            or (readers is not None and (isinstance(readers, list) or not readers.passed))
-            or source.state is not _VALID
-            or source.slot_id >= pool.total
-        ):
-            move = self.new_move(page, kind, source, io_class)
-            self._promote_readers(source)
-            pool.release(source)
-            return move
-        # The usual case: nobody else uses the slot, so what `new_move` and `release` do is this.
-        self._sequence = sequence = self._sequence + 1
-        source.readers = move = Move(page, kind, source, io_class, sequence)
-        move.dependents = source
-        source.state = _DRAINING
-        pool.draining[source] = None
-        self.moves[move] = None
-        return move
+        sources: list[Slot] = []
+        for page in pages:
+            source = page.primary
+            assert source is not None
+            pool = source.pool
+            if source.lane is not None:
+                pool.policy.remove(source)
+            pool.primaries -= 1
+            if page in kept:
+                self.make_copy(source)
+            else:
+                page.primary = source.colder
+                source.colder = None
+            sources.append(source)
+        moves = Move.make(pages, sources, kind, io_class, self._sequence + 1)
+        self._sequence += len(moves)
+        self.moves.update(dict.fromkeys(moves))
+        for move in moves:
+            source = move.source
+            readers = source.readers
+            if (
+                move.page.primary is None
+                and source.state is _VALID
+                and (readers is None or (not isinstance(readers, list) and readers.passed))
+            ):
+                # The usual case: nobody else uses the slot.
+                pool = source.pool
+                if source.slot_id < pool.total:
+                    source.readers = move
+                    move.dependents = source
+                    source.state = _DRAINING
+                    pool.draining[source] = None
+                    continue
+            self._read_source(move)
+            if move.page not in kept:
+                self.release_source(source)
+        return moves
 
     def release_source(self, slot: Slot) -> None:
         """Give up the source of a move just made; a write still bringing its bytes runs on."""
@@ -414,22 +428,26 @@ class Transitions:
         It will wait for the write of its source, and for the step that may still write a device
         source. That is noted here, because the slot may be promised before `schedule`.
         """
-        self._sequence = sequence = self._sequence + 1
-        move = Move(page, kind, source, io_class, sequence)
+        self._sequence += 1
+        move = Move.make((page,), (source,), kind, io_class, self._sequence)[0]
+        self._read_source(move)
+        self.moves[move] = None
+        return move
+
+    def _read_source(self, move: Move) -> None:
+        """Note that a move reads its source from now on, and what it waits for there."""
+        source = move.source
         readers, write = source.readers, source.write
         if write is not None:
             move.waits = (write.target_fence,)
         if readers is None:
             source.readers = move
-        else:
-            if source.level == 0:
-                move.waits = (
-                    *move.waits,
-                    *(fence for fence in source.outstanding() if fence.is_kernel),
-                )
-            source.add_reader(move)
-        self.moves[move] = None
-        return move
+            return
+        if source.level == 0:
+            kernels = [fence for fence in source.outstanding() if fence.is_kernel]
+            if kernels:
+                move.waits = (*move.waits, *kernels)
+        source.add_reader(move)
 
     def schedule(self, moves: Iterable[Move]) -> None:
         """Work out what moves wait for, and start those that wait for nothing (INV-418).
@@ -779,25 +797,33 @@ class Transitions:
             page.parent = None
         page.children = None
         primary = page.primary
+        if primary is not None and (primary.colder is not None or not self._is_primary(primary)):
+            copies = page.slots[1:] if self._is_primary(primary) else page.slots
+            for slot in reversed(copies):
+                self.end_copy(slot, CopyEnd.DIED)
+            primary = page.primary
         if primary is not None:
-            if primary.colder is not None or primary.pool.copies.has(primary):
-                copies = page.slots[1:] if self._primary_is_real(page) else page.slots
-                for slot in reversed(copies):
-                    self.end_copy(slot, CopyEnd.DIED)
-            if page.primary is not None:
-                slot = self.unbind_primary(page)
-                slot.page = None
-                if slot.write is None:
-                    slot.pool.release(slot)
-                else:
-                    self.release(slot)
+            pool = primary.pool
+            if primary.lane is not None:
+                pool.policy.remove(primary)
+            page.primary = primary.page = None
+            pool.primaries -= 1
+            if primary.write is not None:
+                self.detach_move(primary.write)
+            pool.release(primary)
         if page.state is _DEAD:
             page.set_state(_DEAD)  # raises: a page ends once
         page.state = _DEAD
         self.page_count -= 1
 
     def _primary_is_real(self, page: Page) -> bool:
-        return page.primary is not None and not page.primary.pool.copies.has(page.primary)
+        return page.primary is not None and self._is_primary(page.primary)
+
+    @staticmethod
+    def _is_primary(slot: Slot) -> bool:
+        """Tell whether an owned slot is no copy: it is in no queue, or in that of a policy."""
+        lane = slot.lane
+        return lane is None or lane.owner is slot.pool.policy
 
     def _remember_uses(self, page: Page) -> None:
         assert page.key is not None
