@@ -68,19 +68,37 @@ class Page:
         "uses",
     )
 
-    def __init__(self, group: int, priority: int) -> None:
-        self.group = group
-        self.priority = priority
-        self.state = _FILLING
-        self.key: BlockKey | None = None
-        self.parent_key: BlockKey | None = None
-        self.parent: Page | None = None
-        self.children: Page | dict[Page, None] | None = None
-        self.block_index = -1
-        self.hold_count = 0
-        self.lock_count = 0
-        self.uses = 0
-        self.primary: Slot | None = None
+    group: int
+    priority: int
+    state: PageState
+    key: BlockKey | None
+    parent_key: BlockKey | None
+    parent: Page | None
+    children: Page | dict[Page, None] | None
+    block_index: int
+    hold_count: int
+    lock_count: int
+    uses: int
+    primary: Slot | None
+
+    @staticmethod
+    def make(group: int, priority: int, count: int) -> list[Page]:
+        """Make pages that own nothing yet.
+
+        Without a constructor: the call would cost as much again as all the fields.
+        """
+        pages: list[Page] = []
+        blank = Page.__new__
+        for _ in range(count):
+            page = blank(Page)
+            page.group = group
+            page.priority = priority
+            page.state = _FILLING
+            page.key = page.parent_key = page.parent = page.children = page.primary = None
+            page.block_index = -1
+            page.hold_count = page.lock_count = page.uses = 0
+            pages.append(page)
+        return pages
 
     def __repr__(self) -> str:
         """Name state, counters and place."""
@@ -233,9 +251,9 @@ class Move(Fence):
 
     A move is itself the fence of its reading, ``source_fence``: passed when the source is no
     longer read (data verified elsewhere, INV-329). ``target_fence`` passes when the target is
-    written; it is made when somebody first asks for it. ``waits`` are the fences that had not passed when
-    the move was applied; a device copy that starts early has to make its stream wait for the
-    events of those. ``via_bounce``: the first start copies source to bounce page only, then
+    written; it is made when somebody first asks for it. ``waits`` are the fences that had not
+    passed when the move was applied; a device copy that starts early has to make its stream wait
+    for the events of those. ``via_bounce``: the first start copies source to bounce page only, then
     `Tables.move_source_released`, and the second start, with state STARTED, copies the bounce
     page to the target (INV-407). ``is_detached``: the page no longer cares for the outcome.
     """

@@ -554,8 +554,7 @@ def _plan_write_through(tables: Transitions, groups: list[GroupPlan]) -> None:
         ended = sum(slot.pool is pool for slot, _end in plan.reclaims)
         reused = sum(slot.pool is pool for _page, slot in plan.take_backs)
         kept = sum(
-            page not in plan.unkept and _kept_level(tables, page) == disk
-            for page in plan.restores
+            page not in plan.unkept and _kept_level(tables, page) == disk for page in plan.restores
         )
         copies = pool.copies.count - ended - reused + kept
         share = tables.spec.levels[disk].share(pool.total) - copies
@@ -690,9 +689,7 @@ def _leave_sources(tables: Transitions, plan: GroupPlan) -> tuple[list[Move], li
     restores = [page for page in plan.restores if page.state is not _DEAD]
     kind = MoveKind.PREFETCH if plan.restore_level else MoveKind.RESTORE
     unkept = plan.unkept
-    kept = {
-        page for page in restores if page not in unkept and _kept_level(tables, page) >= 0
-    }
+    kept = {page for page in restores if page not in unkept and _kept_level(tables, page) >= 0}
     moves += tables.depart(restores, kind, _READ, kept)
     levels += [plan.restore_level] * len(restores)
     return moves, levels
@@ -701,13 +698,12 @@ def _leave_sources(tables: Transitions, plan: GroupPlan) -> tuple[list[Move], li
 def _grow(tables: Transitions, plan: GroupPlan, applied: Applied) -> None:
     """Make the new pages; ready slots go to the growing session first."""
     group, priority, device = plan.group, plan.priority, tables.pools[0][plan.group]
-    row, fences = applied.new_pages[group], applied.fences
-    for slot in device.allocate_many(plan.grow)[0]:
-        page = Page(group, priority)
+    row, fences = Page.make(group, priority, plan.grow), applied.fences
+    applied.new_pages[group] += row
+    for page, slot in zip(row, device.allocate_many(plan.grow)[0], strict=True):
         page.hold_count = page.lock_count = 1
         page.primary = slot
         slot.page = page
-        row.append(page)
         readers = slot.readers
         if readers is None:
             continue

@@ -199,9 +199,9 @@ class Transitions:
             policy.insert(slot, stamp, is_held=page.hold_count > 0)
         while parent is not None:
             above = parent.primary
-            if above is None or above.pool is not pool or above.stamp >= stamp:
+            if above is None or above.pool is not pool or above.lane is None:
                 return
-            if not policy.is_ordered or not self._is_peer(above, pool):
+            if above.stamp >= stamp or not policy.is_ordered or not self._is_peer(above, pool):
                 return
             policy.touch(above, stamp, is_held=parent.hold_count > 0)
             parent = parent.parent
@@ -758,12 +758,12 @@ class Transitions:
         """Forget a droppable page and what only it made reachable (INV-325)."""
         if page.primary is not None:
             page.primary.pool.dropped += 1
-        self._end_with_descendants(page)
-
-    def _end_with_descendants(self, page: Page) -> None:
         if page.children is None:
             self.end_page(page)
-            return
+        else:
+            self._end_with_descendants(page)
+
+    def _end_with_descendants(self, page: Page) -> None:
         stack = page.child_list()
         self.end_page(page)
         while stack:
@@ -793,7 +793,10 @@ class Transitions:
                 self._remember_uses(page)
         parent = page.parent
         if parent is not None:
-            parent.remove_child(page)
+            if parent.children is page:
+                parent.children = None
+            else:
+                parent.remove_child(page)
             page.parent = None
         page.children = None
         primary = page.primary
