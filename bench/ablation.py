@@ -17,6 +17,56 @@ class Variant:
     keep_copy: bool = False
     write_through: bool = False
     inclusive_host: bool = False
+    protected_copy_fraction: float | None = None
+    write_policy: str | None = None
+    eviction_policy: str | None = None
+
+
+def choose_rows(rows: str, engine: str = "io_uring") -> list[Variant]:
+    """Return the rows of ``--rows``: what is compared with what."""
+    return {
+        "stacked": ablation_variants,
+        "each": each_variants,
+        "fractions": fraction_variants,
+        "policies": policy_variants,
+    }[rows](engine)
+
+
+def each_variants(engine: str) -> list[Variant]:
+    """Return each option alone and all of them together."""
+    plain = Variant("all off", engine)
+    return [
+        plain,
+        replace(plain, options="keep copy", keep_copy=True),
+        replace(plain, options="write-through", write_through=True),
+        replace(plain, options="inclusive host", inclusive_host=True),
+        _all_on("all on", engine),
+    ]
+
+
+def fraction_variants(engine: str) -> list[Variant]:
+    """Return all options on, with three shares of protected disk copies (INV-506)."""
+    return [
+        replace(_all_on(f"fraction {fraction:g}", engine), protected_copy_fraction=fraction)
+        for fraction in (0.0, 0.25, 1.0)
+    ]
+
+
+def policy_variants(engine: str) -> list[Variant]:
+    """Return eviction policies and write admission, with all options on (INV-409)."""
+    return [
+        replace(
+            _all_on(f"{policy}, write {admission}", engine),
+            eviction_policy=policy,
+            write_policy=admission,
+        )
+        for policy in ("lru", "s3fifo")
+        for admission in ("all", "selective")
+    ]
+
+
+def _all_on(options: str, engine: str) -> Variant:
+    return Variant(options, engine, keep_copy=True, write_through=True, inclusive_host=True)
 
 
 def ablation_variants(engine: str = "io_uring") -> list[Variant]:

@@ -21,6 +21,7 @@ from kvstore.errors import KVStoreError
 from . import machine
 from .cli import bad_option, package_version
 from .devicegpu import ALL, GIB, MIB, Bench
+from .gputargets import judge
 
 ARENA_BYTES = 1 * GIB + 64 * MIB
 #: Attributes of the driver that explain a figure: memops, flush, engines, NUMA, page tables.
@@ -92,6 +93,20 @@ def show(results: dict[str, Any]) -> Table:
     return table
 
 
+def show_targets(lines: list[dict[str, Any]]) -> Table:
+    """Return a table of the targets."""
+    table = Table(box=box.SIMPLE)
+    for column in ("id", "target", "", "limit", "value", "met"):
+        table.add_column(column)
+    words = {True: "yes", False: "NO", None: "not measured"}
+    for line in lines:
+        value = "" if line["value"] is None else str(line["value"])
+        table.add_row(
+            line["id"], line["target"], line["kind"], str(line["limit"]), value, words[line["met"]]
+        )
+    return table
+
+
 @click.command("device")
 @click.option("--device", "name", default="cuda:0", show_default=True, help="cuda or cuda:N.")
 @click.option("--only", default="", help="Comma-separated ids, such as B1,B7; default: all.")
@@ -144,6 +159,7 @@ def command(
 
     def save(results: dict[str, Any]) -> None:
         report["results"] = results
+        report["targets"] = judge(results)
         if output is not None:
             output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
@@ -161,5 +177,6 @@ def command(
         sys.stdout.write(json.dumps(report, indent=1) + "\n")
     else:
         Console().print(show(results))
+        Console().print(show_targets(judge(results)))
     if any("error" in numbers for numbers in results.values()):
         raise SystemExit(1)

@@ -327,7 +327,10 @@ def _drop_cache(path: Path) -> None:
 
 
 def _run_tasks(work: Workload, body: Callable[[_Tally, int], Any]) -> Measurement:
-    """Run ``iodepth`` tasks of ``body(tally, number)`` until the time is over."""
+    """Run ``iodepth`` tasks of ``body(tally, number)`` until the time is over.
+
+    What it left in the page cache is written out before the next engine's turn.
+    """
     _drop_cache(work.path)
 
     async def main() -> Measurement:
@@ -337,7 +340,10 @@ def _run_tasks(work: Workload, body: Callable[[_Tally, int], Any]) -> Measuremen
                 tasks.start_soon(body, tally, number)
         return tally.measurement()
 
-    return asyncio.run(main())
+    try:
+        return asyncio.run(main())
+    finally:
+        _drop_cache(work.path)
 
 
 def _executor_run(work: Workload) -> Measurement:
@@ -416,6 +422,7 @@ def _caio_run(work: Workload) -> Measurement:
         return asyncio.run(main())
     finally:
         os.close(fd)
+        _drop_cache(work.path)
 
 
 def _raw_block_run(work: Workload) -> Measurement:

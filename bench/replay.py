@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvstore.config import slot_bytes
 from kvstore.errors import CapacityError, ConfigError, UnsupportedError
 
-from .ablation import REPEATS_MIN, Variant, ablation_variants, interleave
+from .ablation import REPEATS_MIN, Variant, choose_rows, interleave
 from .cli import PROGRAM, bad_option, option_name
 from .costs import CostModel, default_time_scale
 from .options import PAGE_SIZE, SIZE, format_size
@@ -90,6 +90,7 @@ class Arguments:
     seed: int
     oracle: bool
     ablation: bool
+    rows: str
     output_format: str
     output: Path | None
     given: frozenset[str]
@@ -117,6 +118,8 @@ def check(args: Arguments) -> None:
         refuse(("host_cache_size",), "cannot be combined with --no-host")
         refuse(("inclusive_host", "write_through"), "needs a host tier, which --no-host leaves out")
         refuse(("ablation",), "needs a host tier, which --no-host leaves out")
+    if not args.ablation:
+        refuse(("rows",), "needs --ablation")
     if args.ablation:
         refuse(ROW_FIELDS, "set by each row of --ablation")
         if args.repeats is not None and args.repeats < REPEATS_MIN:
@@ -221,9 +224,9 @@ def choose_variants(args: Arguments) -> tuple[list[Variant], list[dict[str, str]
         return [single_variant(args)], []
     reason = uring_refusal()
     if not reason:
-        return ablation_variants(), []
+        return choose_rows(args.rows), []
     skipped = [{"options": "parallel I/O (io_uring)", "reason": reason}]
-    return ablation_variants("threads"), skipped
+    return choose_rows(args.rows, "threads"), skipped
 
 
 def run_until_done(main: Coroutine[Any, Any, T]) -> T:
@@ -501,6 +504,13 @@ def _flag(name: str, text: str) -> Callable[[Any], Any]:
 )
 @_flag("--oracle", "One request at a time on the device tier; compare hits with exact LRU.")
 @_flag("--ablation", "One row per engine and option.")
+@click.option(
+    "--rows",
+    type=click.Choice(["stacked", "each", "fractions", "policies"]),
+    default="stacked",
+    show_default=True,
+    help="What --ablation compares: options stacked, each alone, copy shares, or policies.",
+)
 @click.option(
     "--output-format",
     type=click.Choice(["normal", "json"]),

@@ -57,8 +57,13 @@ class ReplayOptions:
 
     def store_config(self, variant: Variant, directory: str) -> StoreConfig:
         """Return the configuration of one row. Raises: ConfigError: a field is wrong."""
+        fraction = variant.protected_copy_fraction
+        if fraction is None:
+            fraction = self.protected_copy_fraction
         group = PoolGroupConfig(
-            GROUP, page_bytes=self.page_bytes, eviction_policy=self.eviction_policy
+            GROUP,
+            page_bytes=self.page_bytes,
+            eviction_policy=variant.eviction_policy or self.eviction_policy,
         )
         host = disk = None
         if self.host_bytes:
@@ -71,8 +76,8 @@ class ReplayOptions:
                 disk_cache_path=directory,
                 disk_keep_copy_after_restore=variant.keep_copy,
                 disk_write_through=variant.write_through,
-                disk_protected_copy_fraction=str(self.protected_copy_fraction),
-                write_policy=self.write_policy,
+                disk_protected_copy_fraction=str(fraction),
+                write_policy=variant.write_policy or self.write_policy,
             )
         name = "threads" if variant.engine == "serial" else variant.engine
         return StoreConfig(
@@ -243,11 +248,21 @@ def measures(outcome: Outcome, stats: StoreStats, wall_s: float, cpu_s: float) -
         "moved_bytes": dict(moved),
         "write_through_issued": stats.write_through_issued,
         "write_through_skipped": stats.write_through_skipped,
+        "write_through_skipped_by": dict(stats.write_through_skipped_by),
+        "disk_copies": copy_counts(stats, "disk"),
+        "host_copies": copy_counts(stats, "host"),
         "wall_s": wall_s,
         "cpu_s": cpu_s,
         "cpu_s_per_gib_moved": cpu_s / (moved_bytes / 2**30) if moved_bytes else 0.0,
         "first_mismatch": outcome.first_mismatch,
     }
+
+
+def copy_counts(stats: StoreStats, level: str) -> dict[str, int]:
+    """Return what became of the copies on a level (INV-805), over all pool groups."""
+    names = ("kept", "written_through", "reused", "reused_pending", "reclaimed", "died")
+    pools = [pool for (name, _), pool in stats.pools.items() if name == level]
+    return {name: sum(getattr(pool, name) for pool in pools) for name in names}
 
 
 def engine_settings(stats: EngineStats) -> dict[str, Any]:

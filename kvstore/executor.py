@@ -182,7 +182,6 @@ class _Job:
         "is_cancelled",
         "is_ended",
         "is_gated",
-        "is_told",
         "landing",
         "loans",
         "move",
@@ -199,7 +198,6 @@ class _Job:
         self.status = OK
         self.is_cancelled = False
         self.is_gated = False
-        self.is_told = False
         self.is_ended = False  # no piece of its disk transfer is in flight
         self.copies_open = 0
         self.stall_timer: asyncio.TimerHandle | None = None
@@ -956,7 +954,9 @@ class Executor:
         deadline_ns: int,
     ) -> None:
         batch: list[Transfer] = []
-        for group, (reads, _) in by_group.items():
+        for group, (reads, _) in sorted(
+            by_group.items()
+        ):  # group after group, so the first is early
             for job in reads:
                 assert job.transfer is not None
                 job.is_gated = True
@@ -997,7 +997,6 @@ class Executor:
             gated.tickets[group].enqueue_wait()
         except KVStoreError as error:
             logger.info("gate wait refused, group %d goes on in await mode: %s", group, error)
-            gated.is_partial = True
             for job in reads:
                 job.is_gated = False
                 if job.is_ended:  # the submission was refused already
@@ -1022,12 +1021,11 @@ class Executor:
 class Gated:
     """What a gated start enqueued: a ticket and the event behind the copies, per pool group."""
 
-    __slots__ = ("events", "is_partial", "tickets")
+    __slots__ = ("events", "tickets")
 
     def __init__(self, tickets: dict[int, GateTicket]) -> None:
         self.tickets = tickets
         self.events: dict[int, Any] = {}
-        self.is_partial = False
 
 
 def status_text(status: int) -> str:

@@ -9,9 +9,10 @@ cancelling one waiter never touches another (INV-326, INV-327, INV-336).
 from __future__ import annotations
 
 import asyncio
+import logging
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Awaitable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -26,11 +27,21 @@ from kvstore._uring.base import DEADLINE, OK
 from kvstore.core.page import Page, PageState
 from kvstore.core.slots import Fence
 from kvstore.core.tables import PASSED, Applied, Plan, Refusal, Tables
-from kvstore.devices.base import Stream
-from kvstore.errors import DeadlineError, EngineError, LogicError, OutOfPages, PagesLost
+from kvstore.devices.base import Device, Stream
+from kvstore.errors import (
+    DeadlineError,
+    DeviceError,
+    EngineError,
+    LogicError,
+    OutOfPages,
+    PagesLost,
+    UnsupportedError,
+)
 from kvstore.executor import RETRY, Executor, Flight, Gated
 from kvstore.gate import GateTicket
 from kvstore.keys import BlockKey, KeyChain, Tokens, token_bytes
+
+logger = logging.getLogger(__name__)
 
 PageTable = npt.NDArray[np.int32]
 
@@ -60,6 +71,7 @@ class StoreServices(Protocol):
     """What a session needs of its store; `KVStore` provides it."""
 
     config: cfg.StoreConfig
+    device: Device
     tables: Tables
     executor: Executor
     restores: RestoreQueue
@@ -77,8 +89,19 @@ class StoreServices(Protocol):
         """Wrap a caller's stream; None is the store's default stream."""
         ...
 
-    def grant(self, stream: Stream | None, fences: Sequence[Fence]) -> None:
-        """Let the stream wait until freshly granted slots are drained (INV-338, INV-417)."""
+    def grant(self, stream: Stream | None, fences: Sequence[Fence]) -> bool:
+        """Let the stream wait until freshly granted slots are drained (INV-338, INV-417).
+
+        False: no stream can wait for one of them yet; the awaitable of the next step covers it.
+        """
+        ...
+
+    def step(self, fence: Any = None) -> Awaitable[None]:
+        """Close a scheduler step; the result is done when the granted slots are drained."""
+        ...
+
+    def drain(self) -> Awaitable[None]:
+        """Wait, without closing the step, until the slots asked for so far are drained."""
         ...
 
     def fence(self, event: Any) -> Fence | None:
@@ -250,6 +273,10 @@ class Restore:
         if self.status < 0:
             raise lost from EngineError(f"transfer status {self.status}", errno=-self.status)
         raise lost
+
+    def __await__(self) -> Generator[Any, None, None]:
+        """As `ready` for every group."""
+        return self.ready().__await__()
 
     async def ready(self, group: str | None = None) -> None:
         """Wait until the pages of a group, or of all, are on the device or have failed.
@@ -534,6 +561,7 @@ class Session:
         self._growing: list[list[Page]] = [[] for _ in pages]  # not yet in the page table
         self._growing_fences: list[Fence] = []
         self._stream: Stream | None = None
+        self._is_stream_given = False
         self._is_host_ordered = False  # no stream orders the caller's use of its pages
         self._restore: Restore | None = None
         self._lease: GateLease | None = None
@@ -612,6 +640,7 @@ class Session:
         self._restore = None
         try:
             self._stream = self.store.wrap_stream(stream)
+            self._is_stream_given = stream is not None
             self._is_host_ordered = stream is None and self.store.device.caps.kind != "cuda"
             restore = Restore(self)
             started = self._start_gated(restore, stream, deadline) if gated else None
@@ -897,6 +926,8 @@ class Session:
     async def grow(self, tokens_total: int) -> None:
         """As `try_grow`, waiting while the slots drain.
 
+        On a GPU slots that were released in the open step wait until the scheduler closes it: this
+        call never does, because only the scheduler knows the fence (INV-224).
         Raises: OutOfPages: there is no room; nothing was changed. LogicError: not active.
         """
         while not self.try_grow(tokens_total):
@@ -904,7 +935,10 @@ class Session:
                 raise OutOfPages(
                     f"grow: no room on the device for {tokens_total} tokens", level="device"
                 )
-            await self.store.step()
+            if self.store.device.none_fence_has_passed:
+                await self.store.step()
+            else:
+                await self.store.drain()
 
     @property
     def is_growing(self) -> bool:
@@ -1006,15 +1040,15 @@ class Session:
     def suspend(self, fence: Any = None) -> None:
         """Turn locks into holds: the pages may move down once ``fence`` has passed.
 
-        ``fence`` is an event behind the last work that uses the pages; None has passed on a CPU
-        device and means the next `KVStore.step` on others (INV-338). Grown room without tokens is
-        given back. Raises: LogicError: the session is not active.
+        ``fence`` is an event behind the last work that uses the pages. None has passed on a CPU
+        device; on others it is an event recorded now on the stream given to `resume`, or without
+        one the next `KVStore.step` (INV-338, ADR 0006). Grown room without tokens is given back.
+        Raises: LogicError: the session is not active.
         """
         self._need(SessionState.ACTIVE, "suspend")
         self._abandon_gate()
         self._take_grown()
-        token = self.store.fence(fence)
-        self._unlock_all(token)
+        self._unlock_all(self._end_of_use(fence))
         used = -(-self.history_tokens // self._block_tokens)
         self._drop_pages([row[used:] for row in self._pages], keep=set())
         for row in self._pages:
@@ -1036,7 +1070,7 @@ class Session:
         self._abandon_gate()
         self._take_grown()
         was_active = bool(self._locked)
-        self._unlock_all(self.store.fence(fence) if was_active else None)
+        self._unlock_all(self._end_of_use(fence) if was_active else None)
         self._drop_pages(self._pages, keep=set())
         self._pages = [[] for _ in self._pages]
         self._restore = None  # it names this session: no cycle outlives a session
@@ -1044,6 +1078,22 @@ class Session:
         self.store.forget(self)
         self.store.executor.room_grew = True
         self.store.settle()
+
+    def _end_of_use(self, fence: Any) -> Fence | None:
+        """Return the end of the work that uses the pages of this session (INV-338, ADR 0006).
+
+        All use of the pages is ordered with the stream given to `resume`, or growing would not be
+        safe either, so an event recorded there now is late enough, and nobody has to step.
+        """
+        if fence is None and self._is_stream_given and not self.store.device.none_fence_has_passed:
+            assert self._stream is not None
+            try:
+                fence = self._stream.record()
+            except (DeviceError, UnsupportedError) as error:  # captures, or the device is lost
+                logger.info(
+                    "no event behind the pages of a session, the next step counts: %s", error
+                )
+        return self.store.fence(fence)
 
     def _abandon_gate(self) -> None:
         restore = self._restore

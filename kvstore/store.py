@@ -39,6 +39,7 @@ from kvstore.core.tables import PASSED, Match, Refusal, Tables
 from kvstore.devices.base import Device, DevicePool, Stream
 from kvstore.errors import (
     ConfigError,
+    DeadlineError,
     DeviceError,
     GateBusy,
     KVStoreError,
@@ -401,7 +402,7 @@ class KVStore:
         words = parts.gate_words or getattr(parts.engine, "gate", None)
         if config.disk is not None and parts.engine is None:
             ring = GateRing()
-            self._resources.push(ring.close)
+            self._resources.push(lambda: self._end_words(ring))
             engine = await self._blocking(
                 lambda: open_engine(config.io, gate=ring), undo=lambda made: made.close()
             )
@@ -476,6 +477,21 @@ class KVStore:
 
         run = await self._blocking(make, undo=pool.release)
         pool.add(run)
+
+    def _quiesce_device(self) -> list[BaseException]:
+        self.device.quiesce()
+        return []
+
+    @property
+    def _device_holds_memory(self) -> bool:
+        return hasattr(self, "device") and self.device.holds_memory
+
+    def _end_words(self, ring: GateRing) -> None:
+        """Give the gate words up, or keep them for a stream that still reads them (INV-222)."""
+        if self._device_holds_memory:
+            ring.leak()
+        else:
+            ring.close()
 
     def _release_memory(self, *, leak: bool) -> list[BaseException]:
         errors: list[BaseException] = []
@@ -774,8 +790,13 @@ class KVStore:
             for one in (*older, closed):
                 self._bind_fence(one, fence)
         self.executor.settle()
+        return self.drain()
+
+    def drain(self) -> Drain:
+        """As `step`, without closing the step: done when the slots asked for so far are drained."""
         granted, self._granted = self._granted, {}
-        drain = Drain(self._loop, [one for one in granted if not one.passed])
+        open_fences = [one for one in granted if not one.passed]
+        drain = Drain(self._loop, open_fences, self.config.io.deadline)
         if not drain.check():
             self._drains.append(drain)
         self._after_turn()
@@ -827,7 +848,8 @@ class KVStore:
             return False
         try:
             for event in {id(fence.event): fence.event for fence in still_open}.values():
-                assert stream is not None and event is not None
+                assert stream is not None
+                assert event is not None
                 stream.wait_event(event)
         except DeviceError as error:
             self._refused("wait for a fence", error)
@@ -1288,7 +1310,10 @@ class KVStore:
         if self._disk is not None:
             disk = self._disk
             errors += await self._closing_step(lambda: disk.close_files(leak=not is_drained))
-        errors += await self._closing_step(lambda: self._release_memory(leak=not is_drained))
+        if hasattr(self, "device"):  # a stream that never ends may read arenas and gate words
+            errors += await self._closing_step(self._quiesce_device)
+        holds = not is_drained or self._device_holds_memory
+        errors += await self._closing_step(lambda: self._release_memory(leak=holds))
         errors += await self._resources.close()
         self._workers.shutdown(wait=False)
         self._state = StoreState.CLOSED
@@ -1433,11 +1458,16 @@ def _make_arena(length: int, slab_bytes: int, numa_node: int | None) -> Arena:
 class Drain:
     """What `KVStore.step` returns: done when the slots asked for before it are drained."""
 
-    __slots__ = ("_error", "_fences", "_future", "_loop")
+    __slots__ = ("_deadline_s", "_error", "_fences", "_future", "_loop", "_timer")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, fences: list[Fence]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, fences: list[Fence], deadline_s: float
+    ) -> None:
+        """Bound the wait: the last user of a slot may be a transfer that never ends (INV-119)."""
         self._loop = loop
         self._fences = fences
+        self._deadline_s = deadline_s
+        self._timer: asyncio.TimerHandle | None = None
         self._future: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
 
@@ -1451,22 +1481,38 @@ class Drain:
         self._fences = [fence for fence in self._fences if not fence.passed]
         if not self._fences and self._future is not None and not self._future.done():
             self._future.set_result(None)
+            self._stop_timer()
         return not self._fences
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self) -> None:
+        self.fail(
+            DeadlineError(
+                f"step: slots that sessions asked for did not drain within {self._deadline_s:g} s; "
+                "close such a session, its slots come back with the transfer that uses them"
+            )
+        )
 
     def fail(self, error: BaseException) -> None:
         """End the wait with an error; the store is closing or has failed."""
         self._error = error
+        self._stop_timer()
         if self._future is not None and not self._future.done():
             self._future.set_exception(error)
 
     def __await__(self) -> Generator[Any, None, None]:
-        """Wait until every slot is drained. Raises: StoreClosed, StoreFailed."""
+        """Wait until every slot is drained. Raises: StoreClosed, StoreFailed, DeadlineError."""
         if self._error is not None:
             raise self._error
         if self.check():
             return
         if self._future is None:
             self._future = self._loop.create_future()
+            self._timer = self._loop.call_later(self._deadline_s, self._expire)
         yield from asyncio.shield(self._future).__await__()
 
 

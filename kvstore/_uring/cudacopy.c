@@ -41,8 +41,10 @@ enum {
     BATCH_BYTES_MAX = 64 << 20,
     SCATTER_PAGES_MAX = 256,
     SERVICE_BYTES = 1 << 16,
-    SERVICE_LANES = SERVICE_BYTES / 64 - 2, /* the last two words are the probe's */
+    SERVICE_LANES = SERVICE_BYTES / 64 - 3, /* the last three words are the probes' */
+    HEALTH_WORD = SERVICE_LANES + 2,
     DRIVER_ABI = 12000,
+    HEALTH_LIMIT_NS = 1000000000,
 };
 
 struct location {
@@ -139,11 +141,15 @@ struct kvs_cuda {
     struct region *regions;
     uint32_t region_count, region_room;
     kvs_cuda_event *free_events;
-    char *service; /* completion words, one cache line each, then two words for the probe */
+    char *service; /* completion words, one cache line each, then the words of the probes */
     handle_t service_stream;
     uint64_t probe_value;
     bool service_is_stuck;
     handle_t module;
+    pthread_mutex_t streams_mutex; /* held while a stream is queried, so that none goes meanwhile */
+    uint64_t *streams;             /* what the watch asks for errors: every stream of ours */
+    uint32_t stream_count, stream_room;
+    uint64_t health_value; /* the watching thread's own */
 };
 
 struct guard {
@@ -257,6 +263,8 @@ static int load(struct driver *call, const char *library, char *failed) {
 static void release(kvs_cuda *device) {
     if (__atomic_sub_fetch(&device->references, 1, __ATOMIC_ACQ_REL) == 0) {
         pthread_mutex_destroy(&device->mutex);
+        pthread_mutex_destroy(&device->streams_mutex);
+        free(device->streams);
         free(device->regions);
         free(device);
     }
@@ -314,6 +322,7 @@ int kvs_cuda_open(const char *library, int ordinal, kvs_cuda **out, char *failed
     device->source_order = ORDER_STREAM;
     device->min_dma = 32 << 10;
     pthread_mutex_init(&device->mutex, NULL);
+    pthread_mutex_init(&device->streams_mutex, NULL);
     struct driver *call = &device->call;
     int result = load(call, library, failed);
     bool retained = false;
@@ -349,10 +358,16 @@ int kvs_cuda_open(const char *library, int ordinal, kvs_cuda **out, char *failed
     return error;
 }
 
+static bool idle_within(kvs_cuda *device, uint64_t stream, uint64_t timeout_ns);
+
 void kvs_cuda_close(kvs_cuda *device, int is_lost) {
     struct guard guard;
     if (device->is_closed) {
         return;
+    }
+    if (!is_lost && device->service_stream &&
+        !idle_within(device, (uint64_t)(uintptr_t)device->service_stream, HEALTH_LIMIT_NS)) {
+        device->service_is_stuck = true; /* the last word of the watch is still to be written */
     }
     bool usable = !is_lost && enter(device, &guard) == 0;
     pthread_mutex_lock(&device->mutex);
@@ -421,12 +436,44 @@ void kvs_cuda_set_source_order(kvs_cuda *device, int order) { device->source_ord
     }                                                                                              \
     return result
 
+static void watch_stream(kvs_cuda *device, uint64_t stream) {
+    pthread_mutex_lock(&device->streams_mutex);
+    if (device->stream_count == device->stream_room) {
+        device->stream_room = device->stream_room ? 2 * device->stream_room : 16;
+        device->streams = realloc(device->streams, device->stream_room * sizeof device->streams[0]);
+        assert(device->streams);
+    }
+    device->streams[device->stream_count++] = stream;
+    pthread_mutex_unlock(&device->streams_mutex);
+}
+
+static void unwatch_stream(kvs_cuda *device, uint64_t stream) {
+    pthread_mutex_lock(&device->streams_mutex);
+    for (uint32_t i = 0; i < device->stream_count; i++) {
+        if (device->streams[i] == stream) {
+            device->streams[i] = device->streams[--device->stream_count];
+            break;
+        }
+    }
+    pthread_mutex_unlock(&device->streams_mutex);
+}
+
 int kvs_cuda_stream_new(kvs_cuda *device, int priority, uint64_t *stream) {
-    WITH_CONTEXT(device, device->call.cuStreamCreateWithPriority((handle_t *)stream,
-                                                                 STREAM_NON_BLOCKING, priority));
+    struct guard guard;
+    int result = enter(device, &guard);
+    if (result) {
+        return result;
+    }
+    result =
+        device->call.cuStreamCreateWithPriority((handle_t *)stream, STREAM_NON_BLOCKING, priority);
+    if (result == 0) {
+        watch_stream(device, *stream);
+    }
+    return leave(device, &guard, result);
 }
 
 int kvs_cuda_stream_free(kvs_cuda *device, uint64_t stream) {
+    unwatch_stream(device, stream);
     WITH_CONTEXT(device, device->call.cuStreamDestroy((handle_t)(uintptr_t)stream));
 }
 
@@ -921,8 +968,36 @@ int kvs_cuda_thread_begin(kvs_cuda *device) {
     return noted(device, result);
 }
 
+/* A parked event or word never says that the context is lost, and an idle stream may not either:
+ * cuStreamQuery of a stream without work returns at once. So every stream of ours is asked, and the
+ * service stream, which never waits for anything, gets one word to write each time. At most one
+ * such write is outstanding, so the call cannot meet a full queue, and nothing here waits for a
+ * gate. A capturing stream is left out: asking it would end the capture.
+ */
 int kvs_cuda_probe_error(kvs_cuda *device) {
-    int result = device->call.cuStreamQuery(device->service_stream);
+    int result = kvs_cuda_error(device);
+    uint64_t *word = (uint64_t *)(uintptr_t)(device->service + 64 * HEALTH_WORD);
+    if (result == 0 && device->caps.attribute_memops64 &&
+        __atomic_load_n(word, __ATOMIC_ACQUIRE) == device->health_value) {
+        deviceptr_t address = device_address(device, (uint64_t)(uintptr_t)word);
+        result = address ? device->call.cuStreamWriteValue64(device->service_stream, address,
+                                                             device->health_value + 1, 0)
+                         : 0;
+        device->health_value += address && result == 0;
+    }
+    if (!kvs_device_code_is_sticky(result)) {
+        result = device->call.cuStreamQuery(device->service_stream);
+    }
+    pthread_mutex_lock(&device->streams_mutex);
+    for (uint32_t i = 0; i < device->stream_count && !kvs_device_code_is_sticky(result); i++) {
+        handle_t stream = (handle_t)(uintptr_t)device->streams[i];
+        int capturing = 0;
+        result = device->call.cuStreamIsCapturing(stream, &capturing);
+        if (result == 0 && !capturing) {
+            result = device->call.cuStreamQuery(stream);
+        }
+    }
+    pthread_mutex_unlock(&device->streams_mutex);
     return kvs_device_code_is_sticky(noted(device, result)) ? result : 0;
 }
 

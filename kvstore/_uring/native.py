@@ -318,6 +318,13 @@ class GateRing:
         handle, self._handle = self._handle, None
         lib.kvs_gates_release(handle)
 
+    def leak(self) -> None:
+        """Publish what is open as failed and keep the words: a stream may still read them."""
+        if self._handle is not None:
+            self.publish_all(-125)
+            self._handle = None
+            logger.error("leaking the gate words: device work never came to its end")
+
 
 @final
 class Arena:

@@ -24,7 +24,9 @@
 #define KVS_CLONE_DST_REPLACE 2u            /* 6.13 */
 #endif
 
-enum { BATCH = 64, WORK_BATCH = 16, REAP = 256, RINGS_MAX = 3 };
+/* Pieces of one io_uring_enter. The kernel holds a batch back until it is complete, so a large one
+   leaves the device idle: 64 KiB reads reached 0.89 of fio with 64, 1.0 with 8. */
+enum { BATCH = 8, WORK_BATCH = 16, REAP = 256, RINGS_MAX = 3 };
 #define DOORBELL UINT64_MAX
 
 typedef struct {

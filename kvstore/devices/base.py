@@ -164,8 +164,12 @@ class Device(Protocol):
     caps: DeviceCaps
     #: What a fence of None means (INV-338): it has passed, or it is the next step's.
     none_fence_has_passed: bool
-    #: True after a close that left work outstanding: gate words and arenas must then be leaked.
+    #: True after `quiesce` or `close` left work outstanding: gate words and arenas are then leaked.
     holds_memory: bool
+
+    def quiesce(self) -> bool:
+        """Block until our streams are idle, for a bounded time; False and `holds_memory` if not."""
+        ...
 
     def create_pool(self, name: str, slot_count: int, page_bytes: int) -> DevicePool:
         """Allocate a pool. Raises: CapacityError: the device has no memory."""

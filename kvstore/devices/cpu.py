@@ -287,6 +287,10 @@ class CpuDevice:
         if not self._closed:
             self.raise_for(self.queues.synchronize(int(timeout * 1e9)), "synchronize")
 
+    def quiesce(self) -> bool:
+        """Return True: `close` joins the workers whatever they wait for, so no memory is held."""
+        return True
+
     def counters(self) -> CpuCounters:
         """Return what the workers did so far."""
         return self.queues.counters()

@@ -587,6 +587,21 @@ class CudaDevice:
             raise LogicError(f"code {code} is not sticky")
         self.watch.fail(code)
 
+    def quiesce(self) -> bool:
+        """Block until our streams are idle, for a bounded time, before memory is unmapped.
+
+        Returns: whether they are; if not, and the device is not lost, `holds_memory` is true.
+        """
+        if self.holds_memory:
+            return False
+        try:
+            self.synchronize(self._close_timeout)
+        except DeviceError as error:
+            self.holds_memory = not error.is_sticky  # type: ignore[attr-defined]
+            logger.error("closing a device that is not idle: %s", error)
+            return False
+        return True
+
     def close(self) -> None:
         """Wait for our streams within a bound, stop the watch, give everything back.
 
@@ -595,13 +610,7 @@ class CudaDevice:
         """
         if self._closed:
             return
-        usable = True
-        try:
-            self.synchronize(self._close_timeout)
-        except DeviceError as error:
-            usable = False
-            self.holds_memory = not error.is_sticky  # type: ignore[attr-defined]
-            logger.error("closing a device that is not idle: %s", error)
+        usable = self.quiesce()
         self._closed = True
         self.watch.close()
         if usable:

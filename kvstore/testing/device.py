@@ -519,6 +519,10 @@ class SimDevice:
         if any(queue.works for queue in self._queues):
             raise SimDeadlock("synchronize waits behind a gate or an event that never passes")
 
+    def quiesce(self) -> bool:
+        """Return whether memory may go: what is enqueued is dropped by `close`."""
+        return not self.holds_memory
+
     def close(self) -> None:
         """Drop what is enqueued; a second call does nothing."""
         self.is_closed = True

@@ -6,10 +6,11 @@ import io
 import random
 
 import pytest
-from kvstore_bench.ablation import ablation_variants, interleave
+from kvstore_bench.ablation import ablation_variants, choose_rows, interleave
 from kvstore_bench.costs import CostModel, default_time_scale
 from kvstore_bench.oracle import lru_hit_rate, lru_hits
 from kvstore_bench.results import WIDE, percentile, summarize, table
+from kvstore_bench.run import ReplayOptions
 from kvstore_bench.workload import agentic_workload
 from rich.console import Console
 
@@ -132,3 +133,29 @@ def test_truncated_requests_give_the_reference_the_same_answer(capacity):
         rows.append([names.setdefault(path[: i + 1], len(names)) for i in range(len(path))])
     whole = lru_hits(rows, capacity)
     assert whole == lru_hits([row[:capacity] for row in rows], capacity)
+
+
+@pytest.mark.parametrize(
+    ("rows", "field", "values"),
+    [
+        ("fractions", "protected_copy_fraction", [0.0, 0.25, 1.0]),
+        ("policies", "eviction_policy", ["lru", "lru", "s3fifo", "s3fifo"]),
+        ("policies", "write_policy", ["all", "selective", "all", "selective"]),
+        ("each", "keep_copy", [False, True, False, False, True]),
+        ("each", "write_through", [False, False, True, False, True]),
+        ("each", "inclusive_host", [False, False, False, True, True]),
+    ],
+)
+def test_rows_reach_the_configuration(rows, field, values):
+    """INV-814, INV-815: what a row says is what its store is configured with."""
+    names = {
+        "protected_copy_fraction": lambda c: float(c.disk.disk_protected_copy_fraction),
+        "eviction_policy": lambda c: c.pool_groups[0].eviction_policy,
+        "write_policy": lambda c: c.disk.write_policy,
+        "keep_copy": lambda c: c.disk.disk_keep_copy_after_restore,
+        "write_through": lambda c: c.disk.disk_write_through,
+        "inclusive_host": lambda c: c.host.keep_copy_after_restore,
+    }
+    options = ReplayOptions(disk_bytes=1 << 30)
+    configs = [options.store_config(variant, "kv") for variant in choose_rows(rows)]
+    assert values == [names[field](config) for config in configs]

@@ -431,3 +431,32 @@ async def test_c13_a_restore_that_needs_a_second_turn_does_not_block_the_queue()
                 group.start_soon(ask, 5000)
         assert 1 == rig.faults.hit_count
         assert {0: 5 * BLOCK, 5000: 6 * BLOCK} == found
+
+
+async def test_c18_growing_onto_the_slot_of_a_hung_transfer_ends_by_the_deadline():
+    """The slot does not drain while the read hangs: the grower is told, others go on, and the
+    slot is back when the read is (INV-119).
+    """
+    config = sim_config(device_pages=4, host_pages=0, disk_pages=64, io={"deadline": 2.0})
+    async with _open(config) as (store, client, rig):
+        await client.put(_tokens(2))
+        await client.flood(8)
+        rig.faults.add("never", opcode=READ)
+        with pytest.raises(DeadlineError):
+            async with client.session(_tokens(2)) as session:
+                await session.resume(client.stream, deadline=0.5)
+        client.step()
+        with anyio.fail_after(5):
+            async with client.session(_tokens(4, 9000)) as session:
+                await session.resume(client.stream)
+                try:
+                    grown = await client.grow(session, 4 * BLOCK)
+                except DeadlineError:
+                    grown = False
+                assert not grown
+        client.step()
+        await client.put(_tokens(2, 7000))
+        assert 1 == rig.faults.release()
+        await asyncio.sleep(1)
+        await client.put(_tokens(4, 5000))
+        assert 0 == store.stats().sessions_open

@@ -89,7 +89,12 @@ async def main():
         futures.append(future)
     device.native.launch(device.stream("aux").key, "kvs_fault", 1, 1, ())
     begin = loop.time()
-    statuses = await asyncio.wait_for(asyncio.gather(*futures), 5)
+    try:
+        statuses = await asyncio.wait_for(asyncio.gather(*futures), 5)
+    except TimeoutError:
+        for role in ("aux", "h2d", "gated0"):
+            print(role, device.native.stream_query(device.stream(role).key), flush=True)
+        raise
     took = loop.time() - begin
     assert all(status < -20000 for status in statuses), statuses
     assert took < 1.0, took
@@ -122,6 +127,61 @@ def test_t8_a_lost_context_ends_every_wait(cuda: Any, record: Any, completion: s
     record(completion=completion, output=done.stdout.strip())
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("lost")
+
+
+_TELLS = """
+import os, sys, time
+from kvstore._uring.native import GateRing
+from kvstore.devices.cuda import CudaDevice
+from kvstore.errors import DeviceError
+kind = sys.argv[1]
+ring = GateRing(64)
+device = CudaDevice(0, ring, calibrate=False)
+gated, idle, faulted = (device.stream(role) for role in ("gated0", "h2d", "aux"))
+gated.wait_ticket(ring.take(1))
+parked = gated.record()
+word = device.native.lane_word(60)
+device.native.launch(faulted.key, "kvs_fault", 1, 1, ())
+time.sleep(0.05)
+if kind == "written stream":
+    device.native.write_word(idle.key, word, 1)
+begin = time.perf_counter()
+found = None
+while found is None and time.perf_counter() - begin < 2:
+    try:
+        if kind == "parked event":
+            parked.query()
+        elif kind == "record":
+            idle.record()
+        else:
+            stream = {"faulted stream": faulted, "parked stream": gated}.get(kind, idle)
+            result = device.native.stream_query(stream.key)
+            device.raise_for(0 if result == 600 else result, "query")
+    except DeviceError as error:
+        found = error.code
+    time.sleep(0.005)
+print(found, round(1000 * (time.perf_counter() - begin), 1), flush=True)
+ring.publish_all(-5)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["idle stream", "written stream", "faulted stream", "parked stream", "parked event", "record"],
+)
+def test_t8_what_tells_a_loss_is_recorded(cuda: Any, record: Any, kind: str) -> None:
+    """T8: which call reports the code after a fault elsewhere; each in a process of its own."""
+    cuda.close()
+    done = subprocess.run(
+        [sys.executable, "-c", _TELLS, kind],
+        capture_output=True,
+        text=True,
+        timeout=40,
+        check=False,
+    )
+    record(kind=kind, code_and_ms=done.stdout.strip())
+    assert done.returncode == 0, done.stderr
 
 
 def test_t9_forced_fallbacks(cuda: Any, harness: Any, on_loop: Any) -> None:

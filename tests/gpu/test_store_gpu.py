@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,8 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore._uring.base import Opcode
+from kvstore._uring.engine import FaultRule
 from kvstore.testing import pattern
 
 pytestmark = pytest.mark.gpu
@@ -50,8 +51,7 @@ async def _serve(store: Any, torch: Any, number: int, *, gated: bool) -> int:
         for block, page in enumerate(pages):
             want = pattern(f"{number}.{block}", PAGE_BYTES)
             assert np.array_equal(want, page.cpu().numpy())
-        while not session.try_grow(len(tokens)):
-            await asyncio.sleep(0)
+        await session.grow(len(tokens))
         table = session.page_table("full")
         for block in range(cached, BLOCKS):
             source = torch.from_numpy(np.array(pattern(f"{number}.{block}", PAGE_BYTES)))
@@ -86,5 +86,47 @@ def test_every_byte_survives(
             fallbacks=stats.gate_await_fallbacks,
         )
         assert [0] * 12 + [BLOCKS] * 24 == cached
+
+    on_loop(body)
+
+
+def test_a_failed_read_behind_the_gate_is_poison_and_voids_the_step(
+    cuda: Any, torch_cuda: Any, on_loop: Any, tmp_path: Path
+) -> None:
+    """INV-219 to INV-221: the stream goes on, the bytes are all ones, and nothing is committed."""
+    cuda.close()
+
+    async def body(_waiting: Any) -> None:
+        async with kvstore.open_store(_config(tmp_path, host=False)) as store:
+            for number in range(12):
+                await _serve(store, torch_cuda, number, gated=False)
+            tokens = list(range(BLOCK * BLOCKS))
+            stream = torch_cuda.cuda.current_stream()
+            pool = store.device_pool("full").as_tensor()
+            for _ in range(20):  # a gate that is busy awaits instead, and then there is no gate
+                rule = store.engine.inject(
+                    FaultRule(action="errno", argument=5, opcode=Opcode.READ)
+                )
+                async with store.session(tokens) as session:
+                    restore = await session.resume(stream, gated=True)
+                    if not restore.is_gated:
+                        rule.release()
+                        continue
+                    table = session.page_table("full")
+                    pages = [pool[int(slot)].reshape(-1).clone() for slot in table]
+                    stream.synchronize()
+                    with pytest.raises(kvstore.PagesLost):
+                        await restore
+                    rule.release()
+                    (failed,) = {block for _group, block in restore.failed_pages}
+                    assert restore.first_failed_token == failed * BLOCK
+                    assert bool((pages[failed] == 255).all())
+                    with pytest.raises(kvstore.PagesLost):
+                        session.commit([1] * BLOCK)
+                    assert session.history_tokens == failed * BLOCK
+                break
+            else:
+                pytest.fail("the gate was never used")
+            assert store.probe(tokens) <= failed * BLOCK
 
     on_loop(body)

@@ -18,18 +18,20 @@ from kvstore.config import PoolGroupConfig, StoreConfig
 from kvstore.errors import KVStoreError
 from kvstore.testing import FaultPlan, SimDisk, SimRig, Traffic, TrafficSpec, sim_config
 
-SEEDS = 8
+SEEDS = 16
 #: Virtual seconds that no run may take: a request that waits for ever would.
 TIME_LIMIT = 600.0
 
 
 def _config(random: Random) -> StoreConfig:
     """Return a store of random shape: tiers, groups, options."""
+    policy = random.choice(["lru", "lru", "s3fifo"])
+    full = PoolGroupConfig("full", random.choice([4096, 8192]), eviction_policy=policy)
     groups = random.choice(
         [
-            (PoolGroupConfig("full", 8192),),
-            (PoolGroupConfig("full", 8192), PoolGroupConfig("local", 4096, window=24)),
-            (PoolGroupConfig("full", 4096), PoolGroupConfig("local", 5000, window=16, sinks=8)),
+            (full,),
+            (full, PoolGroupConfig("local", 4096, window=24)),
+            (full, PoolGroupConfig("local", 5000, window=16, sinks=8)),
         ]
     )
     host_pages = random.choice([0, 6, 12, 24])
@@ -57,6 +59,8 @@ def _config(random: Random) -> StoreConfig:
             "bounce_pages": random.choice([1, 2]),
         },
         fingerprint=random.choice([None, "model"]),
+        restore_fraction=random.choice([0.25, 0.5, 1.0]),
+        prefetch_fraction=random.choice([0.25, 1.0]),
     )
 
 

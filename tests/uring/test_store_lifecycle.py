@@ -49,12 +49,10 @@ async def put(store: kvstore.KVStore, number: int, blocks: int = 4) -> None:
         session.commit(tokens[session.history_tokens :])
 
 
-def threads() -> set[str]:
-    """Return the names of the native and Python threads of this process."""
-    return {
-        Path(f"/proc/self/task/{task}/comm").read_text().strip()
-        for task in os.listdir("/proc/self/task")
-    }
+def held() -> tuple[int, int]:
+    """Return the descriptors and threads of this process; anyio keeps idle workers for the loop."""
+    ours = [one for one in threading.enumerate() if not one.name.startswith("AnyIO")]
+    return len(os.listdir("/proc/self/fd")), len(ours)
 
 
 async def test_closing_returns_threads_and_descriptors(tmp_path: Path) -> None:
@@ -64,16 +62,16 @@ async def test_closing_returns_threads_and_descriptors(tmp_path: Path) -> None:
     gc.collect()
     for _ in range(3):
         await asyncio.sleep(0.01)
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    before = held()
     for number in range(3):
         async with kvstore.open_store(config(tmp_path)) as store:
             for request in range(6):
                 await put(store, number * 10 + request)
     for _ in range(20):
         await asyncio.sleep(0.02)
-        if (len(os.listdir("/proc/self/fd")), threading.active_count()) == before:
+        if held() == before:
             break
-    assert before == (len(os.listdir("/proc/self/fd")), threading.active_count())
+    assert before == held()
 
 
 async def test_leaving_with_open_sessions_closes_and_says_so(tmp_path: Path) -> None:

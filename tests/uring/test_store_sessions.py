@@ -116,7 +116,7 @@ async def test_a_partial_tail_survives_with_what_was_decoded_into_it(tmp_path: P
         pool = pool_of(store)
         async with store.session(tokens_of(1, 2)) as session:
             await session.resume()
-            assert session.try_grow(2 * BLOCK + 3)
+            await session.grow(2 * BLOCK + 3)
             await store.step()
             pool[session.page_table("full")[:2]] = 1
             session.commit(np.arange(2 * BLOCK + 3))
@@ -247,7 +247,7 @@ async def test_fork_shares_the_committed_blocks(tmp_path: Path) -> None:
                 assert session.history_tokens == twin.history_tokens
                 await twin.resume()
                 assert list(session.page_table("full")) == list(twin.page_table("full"))
-                assert twin.try_grow(5 * BLOCK)
+                await twin.grow(5 * BLOCK)
                 await session.grow(5 * BLOCK)
                 twin.commit([7] * BLOCK)
                 session.commit([9] * BLOCK)
@@ -262,7 +262,7 @@ async def test_committing_a_known_block_shares_its_page(tmp_path: Path) -> None:
         first, second = store.session(), store.session()
         for session in (first, second):
             await session.resume()
-            assert session.try_grow(2 * BLOCK)
+            await session.grow(2 * BLOCK)
         for session in (first, second):
             session.commit(np.arange(2 * BLOCK))
         assert list(first.page_table("full")) == list(second.page_table("full"))
@@ -317,7 +317,7 @@ async def test_sliding_windows_release_pages_and_show_minus_one(tmp_path: Path) 
         async with store.session() as session:
             await session.resume()
             for count in range(1, 8):
-                assert session.try_grow(count * BLOCK)
+                await session.grow(count * BLOCK)
                 session.commit(np.arange((count - 1) * BLOCK, count * BLOCK))
             table = session.page_table("local")
             assert [False, True, True, True, True, False, False] == [slot < 0 for slot in table]
@@ -435,7 +435,7 @@ async def test_a_failed_read_behind_the_gate_voids_the_step(tmp_path: Path) -> N
         async with store.session(tokens_of(1)) as session:
             restore = await session.resume(stream, gated=True)
             assert restore.is_gated
-            assert session.try_grow(5 * BLOCK)
+            await session.grow(5 * BLOCK)
             with pytest.raises(kvstore.PagesLost) as caught:
                 await restore.ready()
             assert 2 * BLOCK == caught.value.first_failed_token  # type: ignore[attr-defined]
@@ -538,7 +538,7 @@ async def test_a_slot_is_granted_only_when_its_last_use_can_be_waited_for(tmp_pa
             assert not drain.is_done
             rule.release()
             await drain
-            assert session.try_grow(4 * BLOCK)
+            await session.grow(4 * BLOCK)
             assert 4 == len(session.page_table("full"))
             assert not session.is_growing
         assert 4 == await get(store, 0)

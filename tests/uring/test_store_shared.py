@@ -43,7 +43,7 @@ async def cycle(store: kvstore.KVStore, tag: str) -> int:
                 (await session.resume()).raise_for_status()
                 start = session.history_tokens // BLOCK
                 cached += start
-                assert session.try_grow(len(tokens))
+                await session.grow(len(tokens))
                 await store.step()
                 table = session.page_table("full")
                 for block in range(start):

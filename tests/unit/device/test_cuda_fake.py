@@ -259,7 +259,10 @@ def test_watch_by_words_and_by_events(
         await asyncio.sleep(0)
         assert order == sorted(order)
         queries = fake["calls_query"]
-        assert queries <= 3 if completion == "words" else queries > 0
+        if completion == "words":  # a few rounds of looking for errors, nothing per completion
+            assert queries <= 3 * (fake["streams"] + 1)
+        else:
+            assert queries > 0
 
     on_loop(body)
     assert device.watch_counters().pending == 0
@@ -304,6 +307,41 @@ def test_a_context_lost_behind_our_back_ends_every_wait(
         assert lost.value.is_sticky and device.error == 719
 
     on_loop(body)
+    device.close()
+
+
+@pytest.mark.parametrize("completion", ["words", "events"])
+def test_a_loss_that_only_a_working_stream_tells_is_noticed(
+    make_cuda: Any, harness: Any, fake: Any, on_loop: Any, completion: str
+) -> None:
+    """INV-917, T8: parked events and idle streams say nothing; the watch asks with work of its own.
+
+    As on a real GPU: after the fault of a foreign kernel only a stream that has work and is not
+    parked at a gate reports the code.
+    """
+    device = make_cuda(completion=completion)
+
+    async def body(waiting: Any) -> None:
+        futures = []
+        for role in ("gated0", "gated1"):
+            stream = device.stream(role)
+            stream.wait_ticket(harness.ring.take(1))
+            token, future = waiting.token()
+            device.notify(stream, waiting.queue, token)
+            futures.append(future)
+        await asyncio.sleep(0.005)
+        fake["quiet_loss"] = 700
+        begin = time.perf_counter()
+        for future in futures:
+            assert await asyncio.wait_for(future, 1.0) == -20_700
+        assert time.perf_counter() - begin < 1.0
+        fake["quiet_loss"] = 0
+
+    try:
+        on_loop(body)
+    finally:
+        fake["quiet_loss"] = 0
+        harness.ring.publish_all(-5)
     device.close()
 
 
