@@ -268,6 +268,9 @@ class Slot:
         self.state = state
 
 
+_TAKEN = Slot.__new__(Slot)  # stands in until the handle is made
+
+
 @final
 class Pool:
     """The slots of one pool group on one level, its queues and its counters.
@@ -365,6 +368,7 @@ class Pool:
             slot_id = ready.pop()
             if slot_id < total and handles[slot_id] is None:
                 left -= 1
+                handles[slot_id] = _TAKEN  # an adopted slot that was freed is listed twice
                 slot_ids.append(slot_id)
         if len(slot_ids) == count:
             return self._new_handles(slot_ids), owners
