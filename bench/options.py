@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -52,6 +53,17 @@ class SizeType(click.ParamType):  # type: ignore[type-arg]  # generic since clic
         if size % self.multiple:
             self.fail(f"must be a multiple of {self.multiple}, got {value}", param, ctx)
         return size
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers; click's own lets ``nan`` and ``inf`` through."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number or fail with one line."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"must be finite, got {value}", param, ctx)
+        return number
 
 
 SIZE = SizeType()

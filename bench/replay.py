@@ -27,7 +27,7 @@ from kvstore.errors import CapacityError, ConfigError, UnsupportedError
 from .ablation import REPEATS_MIN, Variant, choose_rows, interleave
 from .cli import PROGRAM, bad_option, option_name
 from .costs import CostModel, default_time_scale
-from .options import PAGE_SIZE, SIZE, format_size
+from .options import PAGE_SIZE, SIZE, FiniteRange, format_size
 from .oracle import lru_hits
 from .results import Measures, header, print_table, summarize, write_json
 from .run import PAGE_BYTES, ReplayOptions, ReplayStalled, oracle_report, run_once, run_oracle
@@ -468,7 +468,7 @@ def _flag(name: str, text: str) -> Callable[[Any], Any]:
 @_flag("--inclusive-host", "Keep the host copy of a page after its restore.")
 @click.option(
     "--protected-copy-fraction",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     default=1.0,
     show_default=True,
     help="Part of the disk inside which kept copies are protected.",
@@ -489,7 +489,7 @@ def _flag(name: str, text: str) -> Callable[[Any], Any]:
 )
 @click.option(
     "--time-scale",
-    type=click.FloatRange(0),
+    type=FiniteRange(0),
     help="Real seconds per second of the cost model [a run ends within 25 s].",
 )
 @click.option(

@@ -8,11 +8,12 @@ are seconds unless a name ends in a unit.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import Enum, IntEnum
-from typing import Any
+from typing import Any, Protocol
 
 from kvstore.errors import ConfigError
 
@@ -21,6 +22,17 @@ ALIGNMENT_BYTES = 4096
 HEADER_BYTES = 4096
 PIECE_BYTES_MAX = 4 * MIB
 IO_THREADS_MAX = 256
+BYTES_MAX = (1 << 63) - 1
+PRIORITY_MIN, PRIORITY_MAX = -(1 << 31), (1 << 31) - 1
+SECONDS_MAX = 1e9  # in nanoseconds it still fits into 64 bits
+
+
+class PathLike(Protocol):
+    """A path object; this module may not import ``os`` to name its class."""
+
+    def __fspath__(self) -> str:
+        """Return the path as text."""
+        ...
 
 
 class Tier(IntEnum):
@@ -66,7 +78,10 @@ def check_number(
     """Raise ConfigError unless ``value`` is a finite number in low..high (``above``: > low)."""
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         raise _fail(name, value, "must be a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if math.isnan(number) or math.isinf(number):
         raise _fail(name, value, "must be finite")
     if number < low or number > high or (above and number == low):
@@ -78,6 +93,20 @@ def check_number(
         )
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raise ConfigError unless ``value`` is True or False: "no" is true in Python."""
+    if not isinstance(value, bool):
+        raise _fail(name, value, "must be True or False")
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Raise ConfigError unless ``value`` is a finite number of seconds that fits a clock.
+
+    Zero and below are fine: that time has passed already.
+    """
+    check_number(name, value, -SECONDS_MAX, SECONDS_MAX)
+
+
 def check_io_threads(value: object, name: str = "disk_io_threads") -> None:
     """The one validator of thread counts: configuration, engine and CLI call it (INV-124)."""
     check_int(name, value, 0, IO_THREADS_MAX)
@@ -85,7 +114,7 @@ def check_io_threads(value: object, name: str = "disk_io_threads") -> None:
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise ConfigError unless ``value`` is one of ``choices``."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise _fail(name, value, f"must be one of {', '.join(choices)}")
 
 
@@ -119,7 +148,7 @@ class PoolGroupConfig:
         name: object = self.name
         if not isinstance(name, str) or not name.isidentifier():
             raise _fail("pool_groups.name", self.name, "must be an identifier")
-        check_int("page_bytes", self.page_bytes, 1)
+        check_int("page_bytes", self.page_bytes, 1, BYTES_MAX)
         if self.window is not None:
             check_int("window", self.window, 1)
         check_int("sinks", self.sinks, 0)
@@ -147,11 +176,19 @@ class DeviceTierConfig:
 
     def __post_init__(self) -> None:
         """Check every field by itself."""
-        check_int("gpu_cache_size", self.gpu_cache_size, 0)
+        check_int("gpu_cache_size", self.gpu_cache_size, 0, BYTES_MAX)
+        if self.tensors is not None and not isinstance(self.tensors, Mapping):
+            raise _fail("tensors", self.tensors, "must map each pool group to its tensors")
         if not self.gpu_cache_size and not self.tensors:
             raise _fail("gpu_cache_size", self.gpu_cache_size, "must be above 0 without tensors")
-        if self.device != "cpu" and not self.device.startswith("cuda"):
-            raise _fail("device", self.device, "must be cpu or cuda[:N]")
+        device: object = self.device
+        if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+            raise _fail("device", device, "must be cpu or cuda[:N]")
+        reserved: object = self.reserved_slots
+        if isinstance(reserved, str) or not isinstance(reserved, Sequence):
+            raise _fail("reserved_slots", reserved, "must be a sequence of slot numbers")
+        for slot in reserved:
+            check_int("reserved_slots", slot, 0)
         check_int("block_dim", self.block_dim, 0)
         check_int("gated_streams", self.gated_streams, 0, 4)
 
@@ -167,7 +204,8 @@ class HostTierConfig:
 
     def __post_init__(self) -> None:
         """Check every field by itself."""
-        check_int("host_cache_size", self.host_cache_size, 1)
+        check_int("host_cache_size", self.host_cache_size, 1, BYTES_MAX)
+        check_flag("keep_copy_after_restore", self.keep_copy_after_restore)
         _check_fraction("protected_copy_fraction", self.protected_copy_fraction)
         if self.numa_node is not None:
             check_int("numa_node", self.numa_node, 0)
@@ -178,7 +216,7 @@ class DiskTierConfig:
     """Slot files on one path or a list of paths; every option needs a size above 0 (INV-132)."""
 
     disk_cache_size: int = 0
-    disk_cache_path: str | Sequence[str] = ""
+    disk_cache_path: str | PathLike | Sequence[str | PathLike] = ""
     disk_keep_copy_after_restore: bool = False
     disk_write_through: bool = False
     disk_protected_copy_fraction: float | str | Decimal = 1.0
@@ -189,14 +227,15 @@ class DiskTierConfig:
 
     def __post_init__(self) -> None:
         """Check the fields, and that no option is set without a disk behind it."""
-        check_int("disk_cache_size", self.disk_cache_size, 0)
+        check_int("disk_cache_size", self.disk_cache_size, 0, BYTES_MAX)
+        for name in ("disk_keep_copy_after_restore", "disk_write_through", "checksum"):
+            check_flag(name, getattr(self, name))
         if not self.disk_cache_size:
             for name in ("disk_keep_copy_after_restore", "disk_write_through"):
                 if getattr(self, name):
                     raise _fail(name, True, "needs disk_cache_size above 0")
             raise _fail("disk_cache_size", 0, "must be above 0; leave disk=None for no disk tier")
-        if not self.paths or not all(self.paths):
-            raise _fail("disk_cache_path", self.disk_cache_path, "must name a directory")
+        self._check_paths()
         _check_fraction("disk_protected_copy_fraction", self.disk_protected_copy_fraction)
         check_choice("write_policy", self.write_policy, ("all", "selective"))
         check_int("selective_uses", self.selective_uses, 1)
@@ -204,11 +243,30 @@ class DiskTierConfig:
         if not self.checksum and self.persist_mode != "disabled":
             raise _fail("checksum", self.checksum, "False needs persist_mode='disabled'")
 
+    def _check_paths(self) -> None:
+        value: object = self.disk_cache_path
+        is_one = isinstance(value, str) or hasattr(value, "__fspath__")
+        paths: list[object]
+        if is_one:
+            paths = [value]
+        elif isinstance(value, Sequence) and not isinstance(value, bytes):
+            paths = list(value)
+        else:
+            raise _fail("disk_cache_path", value, "must be a path or a list of paths")
+        if not paths:
+            raise _fail("disk_cache_path", value, "must name a directory")
+        for path in paths:
+            is_path = isinstance(path, str) or hasattr(path, "__fspath__")
+            if not is_path or not str(path) or "\0" in str(path):
+                raise _fail("disk_cache_path", path, "must name a directory")
+        if len(set(self.paths)) != len(paths):
+            raise _fail("disk_cache_path", value, "names a directory twice")
+
     @property
     def paths(self) -> tuple[str, ...]:
-        """The directories, as a tuple even when one string was given."""
-        if isinstance(self.disk_cache_path, str):
-            return (self.disk_cache_path,)
+        """The directories, as a tuple even when one path was given."""
+        if isinstance(self.disk_cache_path, str) or hasattr(self.disk_cache_path, "__fspath__"):
+            return (str(self.disk_cache_path),)
         return tuple(str(path) for path in self.disk_cache_path)
 
 
@@ -250,7 +308,8 @@ class IoConfig:
         check_choice("io_engine", self.io_engine, ("auto", "io_uring", "threads"))
         check_io_threads(self.disk_io_threads)
         check_choice("direct", self.direct, ("auto", "on", "off"))
-        if self.kernel_rings not in (1, 3):
+        check_int("kernel_rings", self.kernel_rings, 1, 3)
+        if self.kernel_rings == 2:
             raise _fail("kernel_rings", self.kernel_rings, "must be 1 or 3")
         check_int("ring_entries", self.ring_entries, 1, 32768)
         for name in ("read_piece_bytes", "write_piece_bytes"):
@@ -258,12 +317,12 @@ class IoConfig:
             if getattr(self, name) % ALIGNMENT_BYTES:
                 raise _fail(name, getattr(self, name), "must be a multiple of 4096")
         for name in ("inflight_bytes", "required_inflight_bytes", "background_inflight_bytes"):
-            check_int(name, getattr(self, name), ALIGNMENT_BYTES)
+            check_int(name, getattr(self, name), ALIGNMENT_BYTES, BYTES_MAX)
         for name in ("required_age", "background_age", "deadline", "drain_timeout", "watchdog"):
-            check_number(name, getattr(self, name), 0.0, above=True)
-        check_int("background_turn", self.background_turn, 2)
-        check_int("background_bytes_max", self.background_bytes_max, 0)
-        check_int("staging_bytes", self.staging_bytes, 1)
+            check_number(name, getattr(self, name), 0.0, SECONDS_MAX, above=True)
+        check_int("background_turn", self.background_turn, 2, (1 << 31) - 1)
+        check_int("background_bytes_max", self.background_bytes_max, 0, BYTES_MAX)
+        check_int("staging_bytes", self.staging_bytes, 1, BYTES_MAX)
         check_int("bounce_pages", self.bounce_pages, 1)
 
 
@@ -293,6 +352,7 @@ class StoreConfig:
     def __post_init__(self) -> None:
         """Check the fields against each other."""
         check_int("block_tokens", self.block_tokens, 1)
+        self._check_kinds()
         if not self.pool_groups:
             raise _fail("pool_groups", self.pool_groups, "must name at least one group")
         names = [group.name for group in self.pool_groups]
@@ -300,9 +360,37 @@ class StoreConfig:
             raise _fail("pool_groups", names, "names must differ")
         for name in ("prefetch_fraction", "restore_fraction"):
             check_number(name, getattr(self, name), 0.0, 1.0, above=True)
-        if self.fingerprint is not None and not self.fingerprint:
-            raise _fail("fingerprint", self.fingerprint, "must not be empty")
+        fingerprint: object = self.fingerprint
+        if fingerprint is not None and not isinstance(fingerprint, str):
+            raise _fail("fingerprint", fingerprint, "must be a string")
+        if fingerprint == "":
+            raise _fail("fingerprint", fingerprint, "must not be empty")
+        if fingerprint is not None and not fingerprint.isprintable():
+            raise _fail("fingerprint", fingerprint, "must be printable text")
         if self.disk is None:
             return
         if self.disk.disk_write_through and self.io.disk_io_threads == 0:
             raise _fail("disk_io_threads", 0, "must be above 0 with disk_write_through")
+
+    def _check_kinds(self) -> None:
+        """A record or a callback of the wrong kind is told here, not where it is first used."""
+        groups: object = self.pool_groups
+        if not isinstance(groups, list | tuple) or not all(
+            isinstance(group, PoolGroupConfig) for group in groups
+        ):
+            raise _fail("pool_groups", groups, "must be a sequence of PoolGroupConfig")
+        for name, kind, is_optional in (
+            ("device", DeviceTierConfig, False),
+            ("host", HostTierConfig, True),
+            ("disk", DiskTierConfig, True),
+            ("io", IoConfig, False),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, kind) and not (is_optional and value is None):
+                raise _fail(name, value, f"must be a {kind.__name__}")
+        for name in ("agree", "on_event"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise _fail(name, value, "must be callable")
+        for name in ("prefix_reuse", "check_invariants"):
+            check_flag(name, getattr(self, name))

@@ -33,6 +33,7 @@ from kvstore._uring.base import (
     CompletionFlag,
     Completions,
     Opcode,
+    Ticket,
 )
 from kvstore.config import IoClass, Tier
 from kvstore.core.page import Move, MoveState, Page
@@ -53,6 +54,15 @@ RETRY = -10_100
 DEVICE_FAILED = -10_101
 #: Pages handed to device and engine in one turn of the loop; the rest leaves in the next ones.
 TURN_PAGES_MAX = 256
+#: Between two attempts to be told of the end of device copies.
+NOTIFY_RETRY_S = 0.01
+#: The first transfers of a large restore leave before the rest is prepared: the disk is not idle.
+EARLY_PAGES = 64
+#: Payload behind one ticket of a gated restore: disk and device link overlap slice by slice.
+SLICE_BYTES = 16 << 20
+#: Slices of one gated restore; each is a wait, a batch and two small launches behind the gate, and
+#: about a thousand launches fit.
+SLICES_MAX = 64
 
 VERDICT = int(CompletionFlag.VERDICT)
 END = int(CompletionFlag.END)
@@ -174,19 +184,25 @@ class _Job:
     """A move in the executor's hands, from its start to its last completion.
 
     ``landing`` is a slot of ``loans`` that belongs to the job. ``status`` is the verdict of its
-    disk transfer so far; ``is_gated`` moves were enqueued behind a ticket.
+    disk transfer so far, ``copy_status`` that of its device copies; ``is_gated`` moves were
+    enqueued behind a ticket.
     """
 
     __slots__ = (
+        "bounds",
         "copies_open",
+        "copy_status",
+        "expires_at",
         "is_cancelled",
         "is_ended",
         "is_gated",
+        "is_void",
         "landing",
         "loans",
         "move",
         "stall_timer",
         "status",
+        "ticket",
         "transfer",
     )
 
@@ -199,8 +215,13 @@ class _Job:
         self.is_cancelled = False
         self.is_gated = False
         self.is_ended = False  # no piece of its disk transfer is in flight
+        self.ticket: Ticket | None = None  # of a gated move, while its status may be read
+        self.is_void = False  # its ticket may have been published before its bytes were there
         self.copies_open = 0
+        self.copy_status = OK
         self.stall_timer: asyncio.TimerHandle | None = None
+        self.expires_at = 0.0  # the deadline of its disk transfer, loop time
+        self.bounds: dict[Flight, asyncio.TimerHandle] = {}  # who leaves before that
 
     def give_back(self) -> None:
         """Return the landing slot."""
@@ -221,11 +242,11 @@ class _Rate:
         self._open = 0
         self._busy_since = 0.0
 
-    def start(self, now: float) -> None:
-        """Note that one more page is on its way."""
+    def start(self, now: float, page_count: int = 1) -> None:
+        """Note that more pages are on their way."""
         if not self._open:
             self._busy_since = now
-        self._open += 1
+        self._open += page_count
 
     def end(self, now: float, byte_count: int) -> None:
         """Note that a page has arrived: its share of the busy time is its cost."""
@@ -283,6 +304,8 @@ class Executor:
         self._is_flush_scheduled = False
         self.is_closing = False
         self._landless: dict[_Job, None] = {}  # jobs that wait for a landing slot
+        self._held: set[Move] = set()  # moves that a gated restore starts itself,
+        self._ready: list[Move] = []  # and those of them that may start
         self._landing_timer: asyncio.TimerHandle | None = None
         self.on_idle: list[Callable[[], None]] = []
         self._open_io = 0  # transfers and batches of copies that native code has
@@ -306,11 +329,21 @@ class Executor:
     # What the tables want.
 
     def settle(self) -> None:
-        """Take the outbox and act on it; the bytes leave at the end of this loop turn."""
+        """Take the outbox and act on it; the bytes leave at the end of this loop turn.
+
+        The first transfers of many leave at once: the disk works while the rest is prepared.
+        """
+        is_early = False
         while self._tables.outbox:
             outbox = self._tables.take_outbox()
             for move in outbox.start:
+                if move in self._held:
+                    self._ready.append(move)
+                    continue
                 self._start(move)
+                if len(self._transfers) == EARLY_PAGES and not is_early:
+                    is_early = True
+                    self._flush_transfers(None)
             for move in outbox.promote:
                 self._promote(move)
             for move in outbox.cancel:
@@ -374,6 +407,10 @@ class Executor:
             return
         self._flush_transfers(page_count)
         self._schedule_flush()
+
+    def submit_early(self) -> None:
+        """Hand over what was collected for the disk, within the bound of a turn."""
+        self._flush_transfers(TURN_PAGES_MAX)
 
     def flush_copies_out(self) -> None:
         """Enqueue every copy out of the device, so that the fences of its slots have events."""
@@ -541,8 +578,12 @@ class Executor:
         group: int,
         pool: HostPool,
         jobs: list[_Job],
+        seen: set[int] | None = None,
     ) -> Any:
-        """Enqueue one batch behind the fences of its slots; returns the event behind it."""
+        """Enqueue one batch behind the fences of its slots; returns the event behind it.
+
+        ``seen``: events that the stream waits for already; added to.
+        """
         slots = [self._copy_slots.pop(job) for job in jobs]
         batch = CopyBatch(
             group=group,
@@ -551,21 +592,29 @@ class Executor:
             device_slots=[device_slot for device_slot, _ in slots],
             host_slots=[host_slot for _, host_slot in slots],
         )
+        is_accepted = True
         try:
-            self._wait_fences(stream, jobs)
+            self._wait_fences(stream, jobs, set() if seen is None else seen)
             self._device.copy(stream, batch)
-            event = stream.record()
-            for job in jobs:
-                job.copies_open += 1
-            self._device.notify(stream, lambda status, *_: self._copies_back(jobs, status))
-            self._open_io += 1
         except KVStoreError as error:
-            self._copy_refused(jobs, error)
+            # A part may have been enqueued: slots come back only once the stream has passed.
+            is_accepted = False
+            logger.warning("device copy of %d pages refused: %s", len(jobs), error)
+            for job in jobs:
+                job.copy_status = DEVICE_FAILED
+        for job in jobs:
+            job.copies_open += 1
+        self._open_io += 1
+        event = self._record(stream) if is_accepted else None
+        self._notify_copies(stream, jobs)
+        if not is_accepted:
             return None
         name = direction.value
         self.moved_bytes[name] = self.moved_bytes.get(name, 0) + self.page_bytes[group] * len(jobs)
         for job in jobs:
             move = job.move
+            if event is None:
+                continue  # others wait for the end itself
             if direction is CopyDirection.TO_DEVICE:
                 self._tables.fence_enqueued(move.target_fence, event)
             if not move.is_source_released and (
@@ -574,23 +623,47 @@ class Executor:
                 self._tables.fence_enqueued(move.source_fence, event)
         return event
 
-    def _wait_fences(self, stream: Stream, jobs: Iterable[_Job]) -> None:
+    def _wait_fences(self, stream: Stream, jobs: Iterable[_Job], seen: set[int]) -> None:
         """Order a batch behind the last users of its slots: kernels, copies out, copies in."""
-        seen: set[int] = set()
         for job in jobs:
             for fence in job.move.waits:
                 if not fence.passed and fence.event is not None and id(fence.event) not in seen:
                     seen.add(id(fence.event))
                     stream.wait_event(fence.event)
 
-    def _copy_refused(self, jobs: list[_Job], error: KVStoreError) -> None:
-        """The device refused a batch: its pages fail, and the store too if the device is lost."""
-        logger.warning("device copy of %d pages refused: %s", len(jobs), error)
-        for job in jobs:
-            job.copies_open = 0
-            self._end(job, DEVICE_FAILED)
-        if getattr(error, "is_sticky", False):
-            self._on_failure(error)
+    def _record(self, stream: Stream) -> Any:
+        """Return an event behind the batch, or None if the device refuses to record one."""
+        try:
+            return stream.record()
+        except KVStoreError as error:
+            logger.warning("event behind a device copy refused: %s", error)
+            return None
+
+    def _notify_copies(self, stream: Stream, jobs: list[_Job]) -> None:
+        """Ask to be told when the stream has passed; until then nothing of the batch is free.
+
+        A refusal is tried again, because the copies may be running (INV-120). On a lost device
+        nothing runs any more: the pages fail, and the store with them.
+        """
+        try:
+            self._device.notify(stream, lambda status, *_: self._copies_back(jobs, status))
+        except KVStoreError as error:
+            if isinstance(error, DeviceError) and not getattr(error, "is_sticky", False):
+                logger.warning("notification of a device copy refused: %s", error)
+                self._loop.call_later(
+                    NOTIFY_RETRY_S, self._guarded, self._notify_copies, stream, jobs
+                )
+                return
+            self._open_io -= 1
+            for job in jobs:
+                job.copies_open -= 1
+                job.copy_status = DEVICE_FAILED
+                if job.is_gated:
+                    self._end_gated(job)  # its read may be on the way still
+                else:
+                    self._end(job, DEVICE_FAILED)
+            if getattr(error, "is_sticky", False):
+                self._on_failure(error)
 
     def _copies_back(self, jobs: list[_Job], status: int) -> None:
         self._open_io -= 1
@@ -600,11 +673,11 @@ class Executor:
         """A batch of device copies has completed."""
         for job in jobs:
             job.copies_open -= 1
+            job.copy_status = job.copy_status or status
             if job.is_gated:
-                job.status = job.status or status
                 self._end_gated(job)
-            elif status != OK:
-                self._end(job, status)
+            elif job.copy_status != OK:
+                self._end(job, job.copy_status)
             elif self._is_pulling(job):
                 self._pulled(job)
             else:
@@ -643,6 +716,21 @@ class Executor:
         self, job: _Job, slot_id: int, generation: int, address: int, opcode: Opcode
     ) -> None:
         page = job.move.page
+        deadline_ns = self._deadline_ns(page) if opcode is Opcode.READ else 0
+        self._transfers[job] = self._transfer(
+            job, slot_id, generation, address, opcode, deadline_ns
+        )
+
+    def _transfer(
+        self,
+        job: _Job,
+        slot_id: int,
+        generation: int,
+        address: int,
+        opcode: Opcode,
+        deadline_ns: int,
+    ) -> Transfer:
+        page = job.move.page
         # The callback finds its transfer through the job: a closure over it would be a cycle of
         # references for each disk transfer, and the collector's pauses block the loop.
         transfer = job.transfer = Transfer(
@@ -656,9 +744,9 @@ class Executor:
             parent_key=page.parent_key or disk_format.NO_KEY,
             block_index=max(0, page.block_index),
             callback=partial(self._transfer_back, job),
-            deadline_ns=self._deadline_ns(page) if opcode is Opcode.READ else 0,
+            deadline_ns=deadline_ns,
         )
-        self._transfers[job] = transfer
+        return transfer
 
     def _deadline_ns(self, page: Page) -> int:
         """Return the latest deadline of those who wait, if it is later than the default (INV-336).
@@ -669,6 +757,40 @@ class Executor:
         if latest <= self._loop.time() + self._stall_s:
             return 0
         return round(latest * 1e9)
+
+    def share_deadline(self, flight: Flight, pages: Iterable[Page]) -> None:
+        """Give transfers that a waiter has joined the time it is ready to wait (INV-336).
+
+        Those who wait already leave at the deadline they had, so that newcomers cannot keep them
+        for ever (INV-119). A gated transfer keeps its own: it parks a stream of the device.
+        """
+        own = flight.deadline_at or self._loop.time() + self._stall_s
+        for page in pages:
+            job = self.jobs.get(page.move) if page.move is not None else None
+            transfer = job.transfer if job is not None else None
+            if job is None or transfer is None or transfer.opcode is not Opcode.READ:
+                continue
+            if not transfer.is_submitted:
+                transfer.deadline_ns = self._deadline_ns(page)
+            elif not job.is_gated and job.status == OK and own > job.expires_at:
+                self._extend(job, transfer, flight, own)
+
+    def _extend(self, job: _Job, transfer: Transfer, flight: Flight, expires_at: float) -> None:
+        assert self._disk is not None
+        before, job.expires_at = job.expires_at, expires_at
+        page = job.move.page
+        for other in self._waiters.get(page, ()):
+            if other is not flight and not other.deadline_at and other not in job.bounds:
+                job.bounds[other] = self._loop.call_at(
+                    before, self._guarded, self._leave, other, page
+                )
+        self._disk.extend_deadline(transfer, round(expires_at * 1e9))
+
+    def _leave(self, flight: Flight, page: Page) -> None:
+        """Tell one waiter that its deadline for one page has passed; others go on waiting."""
+        if flight in self._waiters.get(page, ()):
+            self._detach_page(flight, page)
+            flight.fail(page, DEADLINE)
 
     def _flush_transfers(self, page_count: int | None) -> None:
         if not self._transfers:
@@ -684,12 +806,19 @@ class Executor:
         try:
             self._disk.submit(self._queue, list(batch.values()))
             self._open_io += len(batch)
+            self._note_expiry(batch)
         except (KVStoreError, OSError) as error:
             logger.warning("%d disk transfers refused: %s", len(batch), error)
             for job in batch:
                 job.status = job.status or (CANCELLED if isinstance(error, StoreClosed) else -5)
                 self._transfer_ended(job)
             self.settle()
+
+    def _note_expiry(self, jobs: Iterable[_Job]) -> None:
+        default = self._loop.time() + self._stall_s
+        for job in jobs:
+            if job.transfer is not None:
+                job.expires_at = job.transfer.deadline_ns / 1e9 or default
 
     def _transfer_back(self, job: _Job, status: int, flags: int, _value: int) -> None:
         transfer = job.transfer
@@ -701,7 +830,7 @@ class Executor:
     def _transferred(self, job: _Job, transfer: Transfer, status: int, flags: int) -> None:
         """A disk transfer has a verdict, has ended, or both (INV-118, INV-119)."""
         if flags & VERDICT:
-            job.status = status
+            job.status = job.status or status  # a copy behind the gate may have failed before
             if not flags & END and status != OK:
                 self._early_verdict(job, status)
         if flags & END:
@@ -762,7 +891,8 @@ class Executor:
         job.transfer = None
         job.is_ended = True
         if job.is_gated:
-            if job.status == OK:
+            if job.status == OK and job.copy_status == OK:
+                job.is_void |= job.ticket is not None and job.ticket.status not in {None, OK}
                 self._pulled(job)
             self._end_gated(job)
         elif job.status == OK and self._is_pulling(job):
@@ -782,6 +912,8 @@ class Executor:
         self._landless.pop(job, None)
         if job.stall_timer is not None:
             job.stall_timer.cancel()
+        for timer in job.bounds.values():
+            timer.cancel()
         if status == OK:
             self._tables.move_done(move)
         elif status == CANCELLED and job.is_cancelled:
@@ -875,13 +1007,16 @@ class Executor:
 
     def _detach_pages(self, flight: Flight) -> None:
         for page in flight.remaining:
-            flights = self._waiters.get(page)
-            if not flights or flight not in flights:
-                continue
-            flights.remove(flight)
-            if not flights:
-                del self._waiters[page]
-                self._tables.abandon([page])
+            self._detach_page(flight, page)
+
+    def _detach_page(self, flight: Flight, page: Page) -> None:
+        flights = self._waiters.get(page)
+        if not flights or flight not in flights:
+            return
+        flights.remove(flight)
+        if not flights:
+            del self._waiters[page]
+            self._tables.abandon([page])
 
     def abandon_waiters(self) -> None:
         """End every wait: the store has failed."""
@@ -912,120 +1047,184 @@ class Executor:
         reserve: Callable[[Sequence[int]], list[GateTicket] | None],
         deadline_ns: int,
     ) -> Gated | None:
-        """Enqueue freshly planned restores behind tickets, one per pool group (INV-202).
+        """Start freshly planned restores behind tickets and settle everything else (INV-202).
 
-        The disk reads are submitted before the device waits are enqueued, because a launch behind a
-        closed gate may block the loop, and nothing behind a closed gate may need the loop.
+        Callers guarantee: nobody has settled since the moves were applied. Pool group after pool
+        group, and slice after slice within one, each behind a ticket of its own: reads leave while
+        later slices are prepared, and a slice is copied while the next ones are read. All reads
+        are submitted before the first device wait is enqueued, because a launch behind a closed
+        gate may block the loop, and nothing behind a closed gate may need the loop.
         Returns: None if something is not ready (`GateBusy`); the moves then go on in await mode.
         """
-        self._flush_copies(CopyDirection.TO_HOST, self._device.d2h, None)
-        by_group: dict[int, tuple[list[_Job], list[_Job]]] = {}
-        for move in moves:
-            job = self.jobs.get(move)
-            if job is None or not self._is_gateable(job):
-                return None
-            reads, recalls = by_group.setdefault(move.page.group, ([], []))
-            (reads if job.transfer is not None else recalls).append(job)
-        groups = sorted(group for group, (reads, _) in by_group.items() if reads)
-        tickets = reserve([len(by_group[group][0]) for group in groups]) if groups else []
-        if tickets is None:
+        self._settle_others(moves)
+        ready, self._ready = self._ready, []
+        slices = self._slices(moves) if len(ready) == len(moves) else None
+        counts = [len(part) for part in slices or ()]
+        tickets = None if slices is None else reserve(counts) if counts else []
+        if slices is None or tickets is None:
+            for move in ready:
+                self._start(move)
+            self.settle()
             return None
-        gated = Gated(dict(zip(groups, tickets, strict=True)))
-        self._submit_gated(by_group, gated, deadline_ns)
-        for group, (reads, recalls) in sorted(by_group.items()):
-            self._enqueue_gated(stream, group, reads, recalls, gated)
-        self._schedule_flush()
+        gated = Gated(tickets)
+        parts = [
+            self._submit_gated(part, ticket, gated, deadline_ns)
+            for part, ticket in zip(slices, tickets, strict=True)
+        ]
+        seen: set[int] = set()
+        self._enqueue_recalls(stream, moves, gated, seen)
+        for jobs, ticket in zip(parts, tickets, strict=True):
+            self._enqueue_gated(stream, jobs, ticket, gated, seen)
+        self.settle()
         return gated
 
-    def _is_gateable(self, job: _Job) -> bool:
-        """Whether everything the job needs is there: its landing slot, or its host slot."""
-        move = job.move
-        if move.via_bounce or self._tiers[move.target.level] is not Tier.DEVICE:
-            return False
-        if self._tiers[move.source.level] is Tier.DISK:
-            transfer = job.transfer
-            return job.landing >= 0 and transfer is not None and not transfer.is_submitted
-        return job in self._copy_slots
+    def _settle_others(self, moves: Sequence[Move]) -> None:
+        """Settle, copies out of the device included; of ``moves`` collect those that may start."""
+        self._held = set(moves)
+        try:
+            self.settle_now()
+            self._flush_copies(CopyDirection.TO_HOST, self._device.d2h, None)
+        finally:
+            self._held = set()
+
+    def _slices(self, moves: Sequence[Move]) -> list[list[Move]] | None:
+        """Return the reads, group-major, in the parts that get a ticket each.
+
+        None: not everything that they need is there, that is a landing slot for each.
+        """
+        reads: dict[int, list[Move]] = {}
+        for move in moves:
+            source, target = self._tiers[move.source.level], self._tiers[move.target.level]
+            if move.via_bounce or target is not Tier.DEVICE or source is Tier.DEVICE:
+                return None
+            if source is Tier.DISK:
+                reads.setdefault(move.page.group, []).append(move)
+        if self.is_closing or any(
+            len(row) > self._staging[group].free_count for group, row in reads.items()
+        ):
+            return None
+        slices: list[list[Move]] = []
+        for group, row in sorted(reads.items()):  # group after group, so the first is early
+            least = -(-len(row) * len(reads) // SLICES_MAX)
+            size = max(1, least, SLICE_BYTES // self.page_bytes[group])
+            slices += (row[start : start + size] for start in range(0, len(row), size))
+        return slices
 
     def _submit_gated(
-        self,
-        by_group: dict[int, tuple[list[_Job], list[_Job]]],
-        gated: Gated,
-        deadline_ns: int,
-    ) -> None:
-        batch: list[Transfer] = []
-        for group, (reads, _) in sorted(
-            by_group.items()
-        ):  # group after group, so the first is early
-            for job in reads:
-                assert job.transfer is not None
-                job.is_gated = True
-                job.transfer.ticket = gated.tickets[group].ticket
-                job.transfer.deadline_ns = deadline_ns
-                batch.append(job.transfer)
-                del self._transfers[job]
-        if not batch:
-            return
+        self, moves: Sequence[Move], ticket: GateTicket, gated: Gated, deadline_ns: int
+    ) -> list[_Job]:
+        """Hand the reads of one ticket to the engine."""
         assert self._disk is not None
+        jobs = [self._gated_read(move, ticket, deadline_ns) for move in moves]
+        gated.jobs += jobs
         try:
-            self._disk.submit(self._queue, batch)
-            self._open_io += len(batch)
+            self._disk.submit(self._queue, [job.transfer for job in jobs if job.transfer])
+            self._open_io += len(jobs)
+            self.rates[Tier.DISK].start(self._loop.time(), len(jobs))
         except (KVStoreError, OSError):
-            # INV-215: published as failed before anything else happens.
-            for ticket in gated.tickets.values():
-                ticket.publish(CANCELLED)
-            for reads, _ in by_group.values():
-                for job in reads:
-                    job.status = CANCELLED
-                    job.is_ended = True
-                    job.transfer = None
+            ticket.publish(CANCELLED)  # INV-215: as failed, before anything else happens
+            for job in jobs:
+                job.status = CANCELLED
+                job.is_ended = True
+                job.transfer = None
+        return jobs
+
+    def _gated_read(self, move: Move, ticket: GateTicket, deadline_ns: int) -> _Job:
+        job = self.jobs[move] = _Job(move)
+        job.is_gated = True
+        loans = job.loans = self._staging[move.page.group]
+        landing = loans.take_nowait()
+        assert landing is not None, "the landing slots were counted"
+        job.landing = landing
+        source, address = move.source, loans.pool.address(landing)
+        transfer = self._transfer(
+            job, source.slot_id, source.generation, address, Opcode.READ, deadline_ns
+        )
+        job.ticket = transfer.ticket = ticket.ticket
+        return job
+
+    def _enqueue_recalls(
+        self, stream: Stream, moves: Sequence[Move], gated: Gated, seen: set[int]
+    ) -> None:
+        """Enqueue the copies from host slots: they need no ticket, so they come first."""
+        by_group: dict[int, list[_Job]] = {}
+        for move in moves:
+            if self._tiers[move.source.level] is Tier.HOST:
+                job = self.jobs[move] = _Job(move)
+                by_group.setdefault(move.page.group, []).append(job)
+                self._copy_slots[job] = (move.target.slot_id, move.source.slot_id)
+        for group, jobs in sorted(by_group.items()):
+            event = self._enqueue_copies(
+                CopyDirection.TO_DEVICE, stream, group, self._host_pool(group), jobs, seen
+            )
+            gated.note(group, event)
 
     def _enqueue_gated(
-        self, stream: Stream, group: int, reads: list[_Job], recalls: list[_Job], gated: Gated
+        self, stream: Stream, jobs: list[_Job], ticket: GateTicket, gated: Gated, seen: set[int]
     ) -> None:
-        """Enqueue one group's copies; if the wait is refused its pages go on in await mode."""
-        if recalls:
-            pool = self._host_pool(group)
-            waiting = self._copies[CopyDirection.TO_DEVICE][group, id(pool)][1]
-            waiting[:] = [job for job in waiting if job not in recalls]
-            gated.events[group] = self._enqueue_copies(
-                CopyDirection.TO_DEVICE, stream, group, pool, recalls
-            )
-        if not reads:
-            return
+        """Enqueue one slice's copies; if the wait is refused its pages go on in await mode."""
+        group = jobs[0].move.page.group
         try:
-            gated.tickets[group].enqueue_wait()
+            ticket.enqueue_wait()
         except KVStoreError as error:
             logger.info("gate wait refused, group %d goes on in await mode: %s", group, error)
-            for job in reads:
+            gated.is_whole = False
+            for job in jobs:
                 job.is_gated = False
                 if job.is_ended:  # the submission was refused already
                     self._end(job, job.status)
             return
-        assert reads[0].loans is not None
-        pool = reads[0].loans.pool
-        for job in reads:
+        assert jobs[0].loans is not None
+        for job in jobs:
             self._copy_slots[job] = (job.move.target.slot_id, job.landing)
-        gated.events[group] = self._enqueue_copies(
-            CopyDirection.TO_DEVICE, stream, group, pool, reads
+        event = self._enqueue_copies(
+            CopyDirection.TO_DEVICE, stream, group, jobs[0].loans.pool, jobs, seen
         )
+        gated.note(group, event)
 
     def _end_gated(self, job: _Job) -> None:
         """A gated move ends when its copy has passed and its transfer has ended."""
         if job.copies_open or not job.is_ended:
             return
-        self._end(job, job.status)
+        if job.is_void and job.status == OK and job.copy_status == OK:
+            job.is_gated = False
+            self._push(job)  # the copy behind the gate took what lay there before
+            return
+        self._end(job, job.status or job.copy_status)
+
+    def void(self, gated: Gated) -> None:
+        """Note that the tickets are given up: open ones are published although their bytes are not
+        there, so the copies behind them read the landing slots too early.
+
+        Whoever else waits for these pages is served by a second copy, after the verdict (INV-205,
+        INV-220).
+        """
+        for job in gated.jobs:
+            if job.ticket is not None:
+                job.is_void |= job.ticket.status != OK
+                job.ticket = None
 
 
 @final
 class Gated:
-    """What a gated start enqueued: a ticket and the event behind the copies, per pool group."""
+    """What a gated start enqueued: its tickets, and the event behind the copies per pool group.
 
-    __slots__ = ("events", "tickets")
+    ``jobs`` are the reads behind the tickets. ``is_whole``: streams can wait for everything, no
+    wait, copy or event was refused.
+    """
 
-    def __init__(self, tickets: dict[int, GateTicket]) -> None:
-        self.tickets = tickets
+    __slots__ = ("events", "is_whole", "jobs", "tickets")
+
+    def __init__(self, tickets: Sequence[GateTicket]) -> None:
+        self.tickets = tuple(tickets)
+        self.jobs: list[_Job] = []
         self.events: dict[int, Any] = {}
+        self.is_whole = True
+
+    def note(self, group: int, event: Any) -> None:
+        """Note the event behind a batch; None is a batch, or its event, that was refused."""
+        self.events[group] = event
+        self.is_whole &= event is not None
 
 
 def status_text(status: int) -> str:

@@ -28,7 +28,13 @@ _SCOPE_TAG = b"kvstore.scope.1"
 
 
 def scope_key(salt: bytes = b"", adapter: bytes = b"") -> BlockKey:
-    """Return the root of a prefix chain: the digest of the encoded scope (INV-316)."""
+    """Return the root of a prefix chain: the digest of the encoded scope (INV-316).
+
+    Raises: TypeError: salt or adapter is not bytes.
+    """
+    for name, value in (("salt", salt), ("adapter", adapter)):
+        if not isinstance(value, bytes | bytearray | memoryview):
+            raise TypeError(f"{name} must be bytes, got {type(value).__name__}")
     encoded = b"".join(
         (
             _SCOPE_TAG,
@@ -44,7 +50,8 @@ def scope_key(salt: bytes = b"", adapter: bytes = b"") -> BlockKey:
 def token_bytes(tokens: Tokens) -> bytes:
     """Encode tokens as 32-bit little-endian numbers.
 
-    Raises: ValueError: a token does not fit into 32 unsigned bits (INV-318).
+    Raises: ValueError: a token does not fit into 32 unsigned bits (INV-318), or ``tokens`` is not
+    one row of integers.
     """
     if isinstance(tokens, (list, tuple)):  # several times faster than by way of a numpy array
         try:
@@ -57,6 +64,8 @@ def token_bytes(tokens: Tokens) -> bytes:
             packed.byteswap()
         return packed.tobytes()
     wide = np.asarray(tokens)
+    if wide.ndim != 1:
+        raise ValueError(f"tokens must be one row of integers, got {wide.ndim} dimensions")
     if wide.size == 0:
         return b""
     if wide.dtype.kind not in "iu":

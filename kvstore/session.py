@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import warnings
 from collections import deque
 from collections.abc import Awaitable, Generator, Iterable, Sequence
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 PageTable = npt.NDArray[np.int32]
 
 ROUNDS_MAX = 64  # plans of one resume; each round either finishes or shortens the session
+#: Restores of at least so many pages are planned and started one pool group after the other.
+PARTS_MIN = 512
 
 
 class SessionState(Enum):
@@ -76,6 +79,11 @@ class StoreServices(Protocol):
     executor: Executor
     restores: RestoreQueue
     prefetches: PrefetchBudget
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the process was forked since: then nothing may be touched, nor given back."""
+        ...
 
     def check_open(self) -> None:
         """Raise StoreClosed, StoreFailed, or LogicError in a foreign thread."""
@@ -313,12 +321,12 @@ class Restore:
     def _tickets_failed(self) -> bool:
         if self._gated is None:
             return False
-        return any(ticket.status not in {None, OK} for ticket in self._gated.tickets.values())
+        return any(ticket.status not in {None, OK} for ticket in self._gated.tickets)
 
     def _tickets_open(self) -> bool:
         if self._gated is None:
             return False
-        return any(ticket.status is None for ticket in self._gated.tickets.values())
+        return any(ticket.status is None for ticket in self._gated.tickets)
 
 
 @final
@@ -385,12 +393,46 @@ class RestoreQueue:
         return len(self._waiting)
 
     def start_now(
-        self, session: Session, pages: list[Page], deadline_at: float | None
+        self,
+        session: Session,
+        pages: list[Page],
+        deadline_at: float | None,
+        *,
+        is_settled: bool = True,
     ) -> Started | Refusal | None:
-        """Start a restore if nobody older waits and it fits; None: it is not its turn."""
+        """Start a restore if nobody older waits and it fits; None: it is not its turn.
+
+        Without ``is_settled`` the caller settles: a gated restore starts its moves itself.
+        """
         if self._waiting:
             return None
-        return self._start(session, pages, deadline_at)
+        return self._start(session, pages, deadline_at, is_settled=is_settled)
+
+    def _take(self, session: Session, flight: Flight, pages: list[Page], plan: Plan) -> Applied:
+        """Apply a plan; what is there is locked, for the rest the flight waits."""
+        applied = self._store.tables.apply(plan)
+        session.lock_ready(pages)
+        waiting = [page for page in pages if not session.has_locked(page)]
+        self._store.executor.attach(flight, waiting)
+        self._store.executor.share_deadline(flight, waiting)
+        return applied
+
+    def _apply_parts(self, session: Session, flight: Flight, rows: list[list[Page]]) -> Applied:
+        """Plan and start one pool group after the other: the disk reads while the next is planned.
+
+        The caller has planned it all, and groups share no slots. What a group lacks in spite of
+        that is planned again after this flight.
+        """
+        executor = self._store.executor
+        total = Applied([], [], [], [], [])
+        for row in rows:
+            part = self._store.tables.plan_restore([row if row is one else [] for one in rows])
+            if isinstance(part, Refusal):
+                continue
+            total.moves += self._take(session, flight, row, part).moves
+            executor.settle()
+            executor.submit_early()
+        return total
 
     async def start(
         self,
@@ -478,7 +520,12 @@ class RestoreQueue:
         self._store.settle()
 
     def _start(
-        self, session: Session, pages: list[Page], deadline_at: float | None
+        self,
+        session: Session,
+        pages: list[Page],
+        deadline_at: float | None,
+        *,
+        is_settled: bool = True,
     ) -> Started | Refusal | None:
         tables = self._store.tables
         pages = [page for page in pages if page.state is not PageState.DEAD]
@@ -496,19 +543,21 @@ class RestoreQueue:
         plan = tables.plan_restore(rows)
         if isinstance(plan, Refusal):
             return plan
-        applied = tables.apply(plan)
+        executor = self._store.executor
         flight = Flight(self._loop, 0, session.on_restored)
-        session.lock_ready(pages)
-        self._store.executor.attach(
-            flight, (page for page in pages if not session.has_locked(page))
-        )
+        flight.deadline_at = deadline_at or 0.0
+        if is_settled and len(pages) >= PARTS_MIN:
+            applied = self._apply_parts(session, flight, rows)
+        else:
+            applied = self._take(session, flight, pages, plan)
         if deadline_at is not None:
-            flight.set_deadline(deadline_at, self._store.executor.expire)
+            flight.set_deadline(deadline_at, executor.expire)
         self.started_count += 1
         for group, count in enumerate(need):
             self._open[group] += count
         flight.when_done(lambda: self._ended(need))
-        self._store.executor.settle()
+        if is_settled:
+            executor.settle()
         return Started(flight, applied)
 
     def _ended(self, need: list[int]) -> None:
@@ -633,9 +682,12 @@ class Session:
         Units: ``deadline`` in seconds from now.
         Cancellation: the session is suspended again and holds what it held (INV-916).
         Raises: OutOfPages: it never fits, or not now with ``wait=False``. DeadlineError: the
-        deadline passed; the session is suspended. LogicError: not suspended.
+        deadline passed; the session is suspended. LogicError: not suspended. ValueError: the
+        deadline is not a finite number.
         """
         self._need(SessionState.SUSPENDED, "resume")
+        if deadline is not None:
+            cfg.check_seconds("deadline", deadline)
         self._go(SessionState.RESTORING)
         self._restore = None
         try:
@@ -851,7 +903,7 @@ class Session:
         if lease is None:
             return None
         deadline_at = None if deadline is None else self._now() + deadline
-        started = self.store.restores.start_now(self, wanted, deadline_at)
+        started = self.store.restores.start_now(self, wanted, deadline_at, is_settled=False)
         if not isinstance(started, Started):
             lease.end((), is_fallback=True)
             return None
@@ -859,16 +911,32 @@ class Session:
         if gated is None:
             lease.end((), is_fallback=True)
             return started
+        if not (gated.is_whole and self._follow(gated, stream)):
+            # Something is not ordered behind the gate: only the loop knows its end (INV-213).
+            started.flight.when_done(lambda: self._end_lease(gated, lease))
+            return started
         restore.is_gated = True
         restore._flight = started.flight  # noqa: SLF001  the restore is ours
         restore._gated = gated  # noqa: SLF001
         self._lease = lease
-        if stream is not None and self._stream is not None:
-            for event in gated.events.values():
-                if event is not None:
-                    self._stream.wait_event(event)
         started.flight.when_done(lambda: self._gated_done(restore, started.flight, gated, lease))
         return started
+
+    def _end_lease(self, gated: Gated, lease: GateLease) -> None:
+        self.store.executor.void(gated)
+        lease.end(gated.tickets, is_fallback=True)
+
+    def _follow(self, gated: Gated, stream: Any) -> bool:
+        """Let the caller's stream wait for the copies; False if the device refuses."""
+        if stream is None or self._stream is None:
+            return True
+        try:
+            for event in gated.events.values():
+                self._stream.wait_event(event)
+        except DeviceError as error:
+            logger.warning("wait behind a gated restore refused: %s", error)
+            return False
+        return True
 
     def _enqueue_gated(
         self, started: Started, lease: GateLease, deadline: float | None
@@ -876,6 +944,7 @@ class Session:
         moves = [move for move in started.applied.moves if move.page in started.flight.remaining]
         own = {move.page for move in moves}
         if any(page not in own for page in started.flight.remaining):
+            self.store.executor.settle()
             return None  # somebody else's transfer is on its way: its verdict comes by the loop
         seconds = self.store.config.io.deadline if deadline is None else deadline
         return self.store.executor.start_gated(
@@ -894,7 +963,8 @@ class Session:
             if self._state is SessionState.ACTIVE:
                 self._rebuild_tables()
         restore._gated = None  # noqa: SLF001
-        lease.end(gated.tickets.values())
+        self.store.executor.void(gated)
+        lease.end(gated.tickets)
 
     # Growing and committing.
 
@@ -910,6 +980,7 @@ class Session:
         Cost: O(new blocks). Raises: LogicError: the session is not active.
         """
         self._need(SessionState.ACTIVE, "try_grow")
+        tokens_total = operator.index(tokens_total)
         missing = -(-tokens_total // self._block_tokens) - self._block_count
         if missing <= 0:
             return True
@@ -1066,6 +1137,9 @@ class Session:
         """As `aclose`, at once. ``fence`` as in `suspend`."""
         if self._state is SessionState.CLOSED:
             return
+        if self.store.is_foreign:
+            self._state = SessionState.CLOSED
+            return
         self._end_prefetches()
         self._abandon_gate()
         self._take_grown()
@@ -1129,6 +1203,8 @@ class Session:
         """
         self._need(SessionState.SUSPENDED, "prefetch")
         index = self.store.level_index(level)
+        if timeout is not None:
+            cfg.check_seconds("timeout", timeout)
         if index == 0:
             raise LogicError("prefetch: level 0 is what resume is for")
         handle = Prefetch(
@@ -1293,6 +1369,7 @@ class Prefetch:
             self._flight,
             [page for page in wanted if page.level > self._level or not page.is_ready],
         )
+        store.executor.share_deadline(self._flight, self._flight.remaining)
         self._timer = loop.call_later(self._timeout, self.cancel)
         store.settle()
 

@@ -38,6 +38,7 @@ from kvstore.core.slots import Fence
 from kvstore.core.tables import PASSED, Match, Refusal, Tables
 from kvstore.devices.base import Device, DevicePool, Stream
 from kvstore.errors import (
+    CapacityError,
     ConfigError,
     DeadlineError,
     DeviceError,
@@ -63,6 +64,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 WORKERS = 4
 SURVIVED_CANCELS_MAX = 1000
+#: A slot that drains may wait for a transfer that has only begun when the wait does, and then for
+#: what its verdict sets free: one deadline of a transfer would be too short (INV-119).
+DRAIN_DEADLINES = 2
 DEGRADED_WRITE_FAILURES = 3  # required or background writes that failed in a row
 
 
@@ -193,12 +197,13 @@ class StoreContext:
         store, group = self._store, self._group
         assert store is not None
         assert group is not None
-        left_open = store._end_sessions()  # noqa: SLF001
-        closing: BaseException | None = None
+        if store.is_foreign:
+            return  # a forked child owns nothing of it, its parent's loop and tasks included
+        left_open, closing = store._end_sessions()  # noqa: SLF001
         try:
             await store._close_from_owner(flush=False)  # noqa: SLF001
         except BaseException as failure:  # noqa: BLE001  raised below, after the group has ended
-            closing = failure
+            closing = closing or failure
         await group.__aexit__(None, None, None)
         if error is not None:
             return
@@ -318,6 +323,7 @@ class KVStore:
         self._matched: dict[str, int] = {}
         self._matched_total = 0
         self._resizing: set[int] = set()
+        self._metadata = anyio.Lock()  # superblocks are written one change after the other
         self._shrunk: dict[tuple[int, int], asyncio.Future[None]] = {}
         self._recovery = RecoveryReport()
         self._recovered = self._loop.create_future()
@@ -618,9 +624,11 @@ class KVStore:
 
         Use it as ``async with store.session(...) as session``.
         Cost: one digest per full block of tokens, one look-up per block and pool group.
-        Raises: ValueError: a token outside 32 bits. StoreClosed, StoreFailed.
+        Raises: ValueError: a token outside 32 bits, or a priority that is no whole number.
+        TypeError: the salt is not bytes. StoreClosed, StoreFailed.
         """
         self.check_open()
+        cfg.check_int("priority", priority, cfg.PRIORITY_MIN, cfg.PRIORITY_MAX)
         root = scope_key(salt, adapter)
         history = History(self.config.block_tokens, root, tokens)
         match = self._agreed_match(history)
@@ -670,12 +678,19 @@ class KVStore:
         """Note that a session is closed."""
         self._sessions.discard(session)
 
-    def _end_sessions(self) -> int:
-        """Close every session that is open and return how many there were."""
+    def _end_sessions(self) -> tuple[int, BaseException | None]:
+        """Close every session that is open; return how many there were and what went wrong.
+
+        A session that cannot be closed must not keep the store from closing (INV-907).
+        """
         sessions = list(self._sessions)
+        failure: BaseException | None = None
         for session in sessions:
-            session.close()
-        return len(sessions)
+            try:
+                session.close()
+            except BaseException as error:  # noqa: BLE001  raised once the store is closed
+                failure = failure or error
+        return len(sessions), failure
 
     # What sessions and the executor need.
 
@@ -693,6 +708,11 @@ class KVStore:
         if self._state is StoreState.FAILED:
             raise StoreFailed(f"the store has failed: {self._failure}") from self._failure
         raise StoreClosed(f"the store is {self._state.value}")
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this process is a forked child of the one that opened the store."""
+        return bool(self._poisoned)
 
     def settle(self) -> None:
         """Act on what the last transitions asked for, and serve waiting restores."""
@@ -796,7 +816,7 @@ class KVStore:
         """As `step`, without closing the step: done when the slots asked for so far are drained."""
         granted, self._granted = self._granted, {}
         open_fences = [one for one in granted if not one.passed]
-        drain = Drain(self._loop, open_fences, self.config.io.deadline)
+        drain = Drain(self._loop, open_fences, DRAIN_DEADLINES * self.config.io.deadline)
         if not drain.check():
             self._drains.append(drain)
         self._after_turn()
@@ -1036,13 +1056,15 @@ class KVStore:
             self._disk.raise_epoch()
         self.settle()
         if self._disk is not None:
-            await self._blocking(self._disk.write_superblocks)
+            async with self._metadata:
+                await self._blocking(self._disk.write_superblocks)
 
     async def resize(self, level: str | int, size_bytes: int) -> None:
         """Change the size of the host or disk tier while sessions are open (INV-901 to INV-906).
 
         Growth arrives in parts that are usable at once. A shrink first empties what is beyond the
         new end, then gives it back.
+        Cancellation: ends the wait; the resize goes on.
         Raises: ValueError: below the minimum. OutOfPages: held pages do not fit. CapacityError: no
         memory or disk space. In each case nothing was changed, or a growth ends at a part.
         """
@@ -1056,13 +1078,54 @@ class KVStore:
         _check_counts("size_bytes", self.config, counts)
         if index in self._resizing:
             raise LogicError(f"resize: level {level} is being resized already")
+        await self._check_room(index, counts)
+        self.check_open()
+        if index in self._resizing:
+            raise LogicError(f"resize: level {level} is being resized already")
         self._resizing.add(index)
+        outcome = self._loop.create_future()
+        self._start_background(functools.partial(self._resize, index, counts, outcome))
+        await asyncio.shield(outcome)
+
+    async def _resize(self, index: int, counts: list[int], outcome: asyncio.Future[None]) -> None:
+        """Resize in a child of the store: slots half given back would be nobody's (INV-904)."""
+        error: BaseException = StoreClosed("resize: the store was closed meanwhile")
         try:
             await asyncio.shield(self._recovered)
             await self._grow(index, counts)
             await self._shrink(index, counts)
+        except Exception as failure:  # noqa: BLE001  raised where it is awaited
+            error = failure
+        else:
+            if not outcome.done():
+                outcome.set_result(None)
         finally:
             self._resizing.discard(index)
+            if not outcome.done():
+                outcome.set_exception(error)
+                outcome.exception()  # nobody may be waiting any more
+
+    async def _check_room(self, level: int, counts: list[int]) -> None:
+        """Refuse a growth that can never fit before a byte of it is taken."""
+        slot_bytes = [cfg.slot_bytes(group.page_bytes) for group in self.config.pool_groups]
+        missing = [
+            max(0, count - total) for count, total in zip(counts, self._totals(level), strict=True)
+        ]
+        if not any(missing):
+            return
+        if self._levels[level] is Tier.DISK:
+            disk = self._disk
+            assert disk is not None
+            await self._blocking(lambda: disk.check_room(missing))
+            return
+        needed = sum(count * size for count, size in zip(missing, slot_bytes, strict=True))
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if needed > memory:
+            raise CapacityError(
+                f"host_cache_size: {needed} bytes needed, the machine has {memory}",
+                needed=needed,
+                available=memory,
+            )
 
     def _totals(self, level: int) -> list[int]:
         return [pool.total for pool in self.tables.pools[level]]
@@ -1093,7 +1156,8 @@ class KVStore:
         disk = self._disk
         assert disk is not None
         owner = disk.groups[group]
-        await self._blocking(lambda: disk.resize_files(owner, total))
+        async with self._metadata:
+            await self._blocking(lambda: disk.resize_files(owner, total))
         owner.set_slot_count(total)
 
     async def _shrink(self, level: int, counts: list[int]) -> None:
@@ -1227,6 +1291,10 @@ class KVStore:
         self.restores.fail_all(StoreFailed(f"the store has failed: {error}"))
         self.executor.abandon_waiters()
         self._end_drains(StoreFailed(f"the store has failed: {error}"))
+        for future in self._shrunk.values():
+            if not future.done():
+                future.set_exception(StoreFailed(f"the store has failed: {error}"))
+                future.exception()  # nobody may be waiting any more
 
     def _end_drains(self, error: KVStoreError) -> None:
         drains, self._drains = self._drains, []
@@ -1241,6 +1309,8 @@ class KVStore:
         """
         if threading.get_ident() != self._thread_id:
             raise LogicError("a store is used from the thread of its event loop only")
+        if self._poisoned:
+            raise StoreFailed(self._poisoned)
         if self._state in {StoreState.CLOSING, StoreState.CLOSED}:
             if self._closing is not None:
                 await asyncio.shield(self._closing)
@@ -1286,27 +1356,43 @@ class KVStore:
 
     async def _shut_down(self, *, flush: bool) -> list[BaseException]:
         errors: list[BaseException] = []
-        if flush and self._state is StoreState.OPEN:
-            await self._flush()
         was_opened = hasattr(self, "restores")
+        is_flushing = flush and self._state is StoreState.OPEN
         self._state = StoreState.CLOSING
+        if is_flushing:
+            try:
+                await self._flush()
+            except Exception as error:  # noqa: BLE001  gathered and raised together
+                errors.append(error)
         if self._watch_timer is not None:
             self._watch_timer.cancel()
         for scope in self._scopes:
             scope.cancel()
         is_drained = True
         if was_opened:
-            self.restores.fail_all(StoreClosed("the store is closing"))
-            self._end_drains(StoreClosed("the store is closing"))
-            self.executor.cancel_all()
+            reason = StoreClosed("the store is closing")
+            steps: list[Callable[[], object]] = [
+                lambda: self.restores.fail_all(reason),
+                lambda: self._end_drains(reason),
+                self.executor.cancel_all,
+            ]
             if self.gate is not None:
-                self.gate.close()
-            is_drained = await self._drain()
+                steps.append(self.gate.close)
+            for step in steps:
+                try:
+                    step()
+                except Exception as error:  # noqa: BLE001  gathered and raised together
+                    errors.append(error)
+            try:
+                is_drained = await self._drain()
+            except Exception as error:  # noqa: BLE001  gathered and raised together
+                errors.append(error)
+                is_drained = False
             errors += self._end_tables()
-        for _ in range(1000):
-            if not self._background_open:
-                break
+        limit_at = self._loop.time() + self.config.io.drain_timeout
+        while self._background_open and self._loop.time() < limit_at:
             await _survive(lambda: anyio.sleep(0.001))
+        is_drained &= not self._background_open  # it may still use files and memory (INV-139)
         if self._disk is not None:
             disk = self._disk
             errors += await self._closing_step(lambda: disk.close_files(leak=not is_drained))
@@ -1503,6 +1589,7 @@ class Drain:
         self._stop_timer()
         if self._future is not None and not self._future.done():
             self._future.set_exception(error)
+            self._future.exception()  # nobody may be waiting any more (C21)
 
     def __await__(self) -> Generator[Any, None, None]:
         """Wait until every slot is drained. Raises: StoreClosed, StoreFailed, DeadlineError."""

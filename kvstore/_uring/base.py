@@ -151,6 +151,13 @@ class Engine(Protocol):
         """Withdraw queued pieces; the transfer ends as cancelled (INV-118). False: already over."""
         ...
 
+    def extend_deadline(self, handle: int, deadline_ns: int) -> bool:
+        """Move a deadline to a later time, all ones for never (INV-336).
+
+        False: that is not later, or the verdict is known already.
+        """
+        ...
+
     def background_room_bytes(self) -> int:
         """Return how many background bytes may still be issued under the cap (INV-111)."""
         ...

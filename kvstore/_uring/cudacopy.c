@@ -41,10 +41,8 @@ enum {
     BATCH_BYTES_MAX = 64 << 20,
     SCATTER_PAGES_MAX = 256,
     SERVICE_BYTES = 1 << 16,
-    SERVICE_LANES = SERVICE_BYTES / 64 - 3, /* the last three words are the probes' */
-    HEALTH_WORD = SERVICE_LANES + 2,
+    SERVICE_LANES = SERVICE_BYTES / 64 - 2, /* the last two words are the probe's */
     DRIVER_ABI = 12000,
-    HEALTH_LIMIT_NS = 1000000000,
 };
 
 struct location {
@@ -141,7 +139,7 @@ struct kvs_cuda {
     struct region *regions;
     uint32_t region_count, region_room;
     kvs_cuda_event *free_events;
-    char *service; /* completion words, one cache line each, then the words of the probes */
+    char *service; /* completion words, one cache line each, then two words for the probe */
     handle_t service_stream;
     uint64_t probe_value;
     bool service_is_stuck;
@@ -149,7 +147,6 @@ struct kvs_cuda {
     pthread_mutex_t streams_mutex; /* held while a stream is queried, so that none goes meanwhile */
     uint64_t *streams;             /* what the watch asks for errors: every stream of ours */
     uint32_t stream_count, stream_room;
-    uint64_t health_value; /* the watching thread's own */
 };
 
 struct guard {
@@ -358,16 +355,10 @@ int kvs_cuda_open(const char *library, int ordinal, kvs_cuda **out, char *failed
     return error;
 }
 
-static bool idle_within(kvs_cuda *device, uint64_t stream, uint64_t timeout_ns);
-
 void kvs_cuda_close(kvs_cuda *device, int is_lost) {
     struct guard guard;
     if (device->is_closed) {
         return;
-    }
-    if (!is_lost && device->service_stream &&
-        !idle_within(device, (uint64_t)(uintptr_t)device->service_stream, HEALTH_LIMIT_NS)) {
-        device->service_is_stuck = true; /* the last word of the watch is still to be written */
     }
     bool usable = !is_lost && enter(device, &guard) == 0;
     pthread_mutex_lock(&device->mutex);
@@ -968,24 +959,14 @@ int kvs_cuda_thread_begin(kvs_cuda *device) {
     return noted(device, result);
 }
 
-/* A parked event or word never says that the context is lost, and an idle stream may not either:
- * cuStreamQuery of a stream without work returns at once. So every stream of ours is asked, and the
- * service stream, which never waits for anything, gets one word to write each time. At most one
- * such write is outstanding, so the call cannot meet a full queue, and nothing here waits for a
- * gate. A capturing stream is left out: asking it would end the capture.
+/* A word never says that the context is lost, so every stream of ours is asked: the one whose work
+ * was lost answers with the code. While a gate is parked no call reports a fault at all (measured);
+ * the code appears once the gates are open. A capturing stream is left out: asking it would end the
+ * capture.
  */
 int kvs_cuda_probe_error(kvs_cuda *device) {
     int result = kvs_cuda_error(device);
-    uint64_t *word = (uint64_t *)(uintptr_t)(device->service + 64 * HEALTH_WORD);
-    if (result == 0 && device->caps.attribute_memops64 &&
-        __atomic_load_n(word, __ATOMIC_ACQUIRE) == device->health_value) {
-        deviceptr_t address = device_address(device, (uint64_t)(uintptr_t)word);
-        result = address ? device->call.cuStreamWriteValue64(device->service_stream, address,
-                                                             device->health_value + 1, 0)
-                         : 0;
-        device->health_value += address && result == 0;
-    }
-    if (!kvs_device_code_is_sticky(result)) {
+    if (result == 0) {
         result = device->call.cuStreamQuery(device->service_stream);
     }
     pthread_mutex_lock(&device->streams_mutex);

@@ -647,6 +647,24 @@ int kvs_engine_cancel(kvs_engine *engine, uint64_t handle) {
     return ended;
 }
 
+/* INV-336: a waiter that joins later may wait longer. A deadline only moves to a later time, and so
+   nobody has to be woken: whoever sleeps until the old one looks again and sleeps on. */
+int kvs_engine_extend(kvs_engine *engine, uint64_t handle, uint64_t deadline_ns) {
+    kvs_out out = {.count = 0};
+    int changed = 0;
+    kvs_engine_lock(engine);
+    kvs_transfer *transfer = find(engine, handle);
+    if (transfer && !transfer->verdict && transfer->status == 0 &&
+        transfer->heap_index != KVS_NONE && deadline_ns > transfer->deadline_ns) {
+        transfer->deadline_ns = deadline_ns;
+        if (deadline_ns == KVS_NEVER) heap_remove(engine, transfer);
+        else heap_fix(engine, transfer->heap_index);
+        changed = 1;
+    }
+    kvs_engine_unlock(engine, &out);
+    return changed;
+}
+
 uint64_t kvs_engine_background_room(kvs_engine *engine) {
     pthread_mutex_lock(&engine->lock);
     uint64_t room = kvs_sched_background_room(engine->sched);

@@ -276,6 +276,10 @@ class NativeEngine:
         """Withdraw queued pieces; the transfer ends as cancelled (INV-118). False: already over."""
         return bool(lib.kvs_engine_cancel(self.handle, handle))
 
+    def extend_deadline(self, handle: int, deadline_ns: int) -> bool:
+        """Move a deadline to a later time (INV-336); False: it is not later, or already over."""
+        return bool(lib.kvs_engine_extend(self.handle, handle, deadline_ns))
+
     def background_room_bytes(self) -> int:
         """Return how many background bytes may still be issued under the cap (INV-111)."""
         return int(lib.kvs_engine_background_room(self.handle))

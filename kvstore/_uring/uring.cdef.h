@@ -471,6 +471,8 @@ int kvs_engine_unregister_memory(kvs_engine *engine, uint64_t address);
 int kvs_engine_submit(kvs_engine *engine, kvs_cq *cq, kvs_submission *submissions, uint32_t count);
 int kvs_engine_promote(kvs_engine *engine, uint64_t handle);
 int kvs_engine_cancel(kvs_engine *engine, uint64_t handle);
+/* Moves the deadline to a later time (all ones: never); 0 if it is not later, passed, or over. */
+int kvs_engine_extend(kvs_engine *engine, uint64_t handle, uint64_t deadline_ns);
 uint64_t kvs_engine_background_room(kvs_engine *engine);
 /* Posts `token` once no transfer of the file is open (file_id -1: of any file). 0 or -ENOMEM. */
 int kvs_engine_drain(kvs_engine *engine, int64_t file_id, kvs_cq *cq, uint64_t token);

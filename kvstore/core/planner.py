@@ -426,11 +426,16 @@ class _Cascade:
         return [slot.page for slot in selection.victims if slot.page is not None]
 
     def _never(self) -> bool:
-        """Tell whether an empty store could not serve the wish either (INV-335)."""
+        """Tell whether an empty store could not serve the wish either (INV-335).
+
+        Slots of transfers that may never end are no room: who waited for them in the queue of
+        restores would hold up all behind it (INV-119).
+        """
         if self.shrink is not None or self.trim is not None:
             return False
         wanted = sum(page is not None for page in self.wanted) + self.grow
-        return wanted > self.total[self.target_level]
+        level = self.target_level
+        return wanted > self.total[level] - len(self.pools[level].stalled)
 
     # -- shrinking ----------------------------------------------------------------------------
 

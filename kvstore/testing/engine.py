@@ -68,6 +68,7 @@ class _Transfer:
     is_checking: bool = False
     moved: int = 0
     tries: dict[int, int] = field(default_factory=dict)  # by piece, without progress
+    deadline_ns: int = NO_DEADLINE
     timer: asyncio.TimerHandle | None = None
 
     @property
@@ -197,10 +198,7 @@ class SimEngine:
                 continue
             self._sched.ready(number, now_ns)
             deadline_ns = int(record["deadline_ns"]) or now_ns + round(self._config.deadline * 1e9)
-            if deadline_ns != NO_DEADLINE:
-                transfer.timer = self._loop.call_at(
-                    deadline_ns / 1e9, self._deadline_passed, transfer
-                )
+            self._set_deadline(transfer, deadline_ns)
         self._dispatch()
 
     def _is_valid(self, record: np.void) -> bool:
@@ -267,6 +265,24 @@ class SimEngine:
         if transfer is None or not self._end_early(transfer, CANCELLED):
             return False
         self._counters["cancelled"] += 1
+        return True
+
+    def _set_deadline(self, transfer: _Transfer, deadline_ns: int) -> None:
+        if transfer.timer is not None:
+            transfer.timer.cancel()
+            transfer.timer = None
+        transfer.deadline_ns = deadline_ns
+        if deadline_ns != NO_DEADLINE:
+            transfer.timer = self._loop.call_at(deadline_ns / 1e9, self._deadline_passed, transfer)
+
+    def extend_deadline(self, handle: int, deadline_ns: int) -> bool:
+        """Move a deadline to a later time (INV-336); False: it is not later, or already over."""
+        transfer = self._find(handle)
+        if transfer is None or transfer.is_told or transfer.status != OK:
+            return False
+        if deadline_ns <= transfer.deadline_ns:
+            return False
+        self._set_deadline(transfer, deadline_ns)
         return True
 
     def _end_early(self, transfer: _Transfer, status: int) -> bool:

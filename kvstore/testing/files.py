@@ -179,6 +179,23 @@ class SimDisk:
             )
         target.truncate(size)
 
+    def file_system(self, file: SimOpenFile) -> int:
+        """Return a number: all files lie on this disk."""
+        del file
+        return 0
+
+    def check_room(self, file: SimOpenFile, needed: int) -> None:
+        """Raise CapacityError unless so many bytes are free."""
+        del file
+        free = None if self.capacity_bytes is None else self.capacity_bytes - self.used_bytes
+        if free is not None and needed > free:
+            raise CapacityError(
+                f"disk_cache_size: {needed} bytes needed, {free} free",
+                needed=needed,
+                available=free,
+                errno=errno.ENOSPC,
+            )
+
     def read(self, file: SimOpenFile, offset: int, length: int) -> bytes:
         """Read metadata; fewer bytes at the end of the file."""
         target = self._open[file.buffered_fd]

@@ -93,6 +93,14 @@ class SlotFiles(Protocol):
         """Extend by real allocation, or cut. Raises: CapacityError: no space, size unchanged."""
         ...
 
+    def file_system(self, file: OpenFile) -> int:
+        """Return a number that files on one file system share."""
+        ...
+
+    def check_room(self, file: OpenFile, needed: int) -> None:
+        """Raise CapacityError unless ``needed`` bytes are free where the file lies."""
+        ...
+
     def read(self, file: OpenFile, offset: int, length: int) -> bytes:
         """Read metadata through the page cache; may return less at the end of the file."""
         ...
@@ -206,6 +214,14 @@ class OsSlotFiles:
             _check_room(fd, size - start)
             raise
 
+    def file_system(self, file: OpenFile) -> int:
+        """Return the device number."""
+        return os.fstat(_any_fd(file)).st_dev
+
+    def check_room(self, file: OpenFile, needed: int) -> None:
+        """Ask the file system."""
+        _check_room(_any_fd(file), needed)
+
     def read(self, file: OpenFile, offset: int, length: int) -> bytes:
         """Read through whichever descriptor there is; direct needs an aligned buffer."""
         if file.buffered_fd >= 0:
@@ -278,7 +294,8 @@ def _direct_write(fd: int, offset: int, data: bytes) -> None:
     assert len(data) % 4096 == 0
     buffer = _aligned(len(data))
     buffer[: len(data)] = data
-    os.pwritev(fd, [buffer], offset)
+    if os.pwritev(fd, [buffer], offset) != len(buffer):
+        raise OSError(errno.EIO, "a metadata write was cut short")
 
 
 @final
@@ -296,7 +313,7 @@ class Transfer:
     parent_key: bytes
     block_index: int
     callback: Callable[[int, int, int], Any]
-    deadline_ns: int = 0
+    deadline_ns: int = 0  # 0: the engine's default
     ticket: Ticket | None = None
     handle: int = 0
     token: int = 0
@@ -387,7 +404,10 @@ class DiskTier:
         self._fingerprint = fmt.fingerprint_digest(fingerprint)
         self._is_named = fingerprint is not None
         self._locks: list[Any] = []
-        self._checksum = SubmitFlag(0) if config.checksum else SubmitFlag.NO_CHECKSUM
+        checksum = SubmitFlag(0) if config.checksum else SubmitFlag.NO_CHECKSUM
+        self._write_flags = int(SubmitFlag.SEAL | checksum)
+        self._read_flags = int(SubmitFlag.VERIFY | checksum)
+        self._gated_flags = int(SubmitFlag.VERIFY | SubmitFlag.POISON | checksum)
         self.groups = [DiskGroup(i, g.name, g.page_bytes) for i, g in enumerate(groups)]
         self.epoch = 1
         self.sequence = 0
@@ -411,6 +431,12 @@ class DiskTier:
         Raises: ConfigError, BusyError, CapacityError; nothing is left open or behind then.
         """
         try:
+            real = [Path(path).resolve() for path in self._config.paths]
+            if len(set(real)) != len(real):
+                raise ConfigError(
+                    f"disk_cache_path: {', '.join(self._config.paths)} name a directory twice",
+                    field="disk_cache_path",
+                )
             for path in self._config.paths:
                 self._locks.append(self._files.lock(path))
             for group, slot_count in zip(self.groups, slot_counts, strict=True):
@@ -550,6 +576,23 @@ class DiskTier:
 
     # Growth and shrink.
 
+    def check_room(self, missing: Sequence[int]) -> None:
+        """Raise CapacityError unless so many more slots per group could fit; blocking.
+
+        Paths on one file system share its free bytes.
+        """
+        needed: dict[int, int] = {}
+        example: dict[int, OpenFile] = {}
+        for group, count in zip(self.groups, missing, strict=True):
+            for path_index, file in enumerate(group.files):
+                part = local_count(group.slot_count + count, path_index, self.path_count)
+                byte_count = (part - group.ends[path_index]) * group.slot_bytes
+                place = self._files.file_system(file)
+                example[place] = file
+                needed[place] = needed.get(place, 0) + max(0, byte_count)
+        for place, byte_count in needed.items():
+            self._files.check_room(example[place], byte_count)
+
     def resize_files(self, group: DiskGroup, slot_count: int) -> None:
         """Extend or cut the files of a group; blocking. Callers drained what is cut (INV-904)."""
         before = list(group.ends)
@@ -588,10 +631,16 @@ class DiskTier:
         if not transfers:
             return
         records = np.zeros(len(transfers), SUBMISSION_DTYPE)
-        self._fill_numbers(queue, transfers, records)
-        for group in {transfer.group for transfer in transfers}:
-            rows = [i for i, transfer in enumerate(transfers) if transfer.group == group]
-            self._fill_identities(group, [transfers[i] for i in rows], records, rows)
+        records["header_bytes"] = cfg.HEADER_BYTES
+        groups = {transfer.group for transfer in transfers}
+        for group in groups:
+            rows: Any = slice(None)
+            part = transfers
+            if len(groups) > 1:
+                rows = [i for i, transfer in enumerate(transfers) if transfer.group == group]
+                part = [transfers[i] for i in rows]
+            self._fill_numbers(queue, self.groups[group], part, records, rows)
+            self._fill_identities(self.groups[group], part, records, rows)
         try:
             self._engine.submit(queue, records)
         except BaseException:
@@ -610,44 +659,51 @@ class DiskTier:
         """Withdraw what is queued of a transfer; its END completion still comes (INV-118)."""
         self._engine.cancel(transfer.handle)
 
+    def extend_deadline(self, transfer: Transfer, deadline_ns: int) -> None:
+        """Let a submitted transfer take longer: a later waiter has the time (INV-336)."""
+        self._engine.extend_deadline(transfer.handle, deadline_ns)
+
     def _fill_numbers(
-        self, queue: Completions, transfers: Sequence[Transfer], records: Submissions
+        self,
+        queue: Completions,
+        owner: DiskGroup,
+        transfers: Sequence[Transfer],
+        records: Submissions,
+        rows: Any,
     ) -> None:
-        rows = []
+        """Fill in where the bytes lie, how urgent they are and who hears of them, by columns."""
         for transfer in transfers:
-            file_id, offset = self.place(transfer.group, transfer.slot_id)
             transfer.token = queue.token(transfer.callback)
-            ticket = transfer.ticket
-            rows.append(
-                (
-                    transfer.token,
-                    transfer.address,
-                    offset,
-                    self.groups[transfer.group].page_bytes,
-                    transfer.deadline_ns,
-                    ticket.generation if ticket is not None else 0,
-                    ticket.word if ticket is not None else -1,
-                    file_id,
-                    int(transfer.io_class),
-                    int(transfer.opcode),
-                    self._flags(transfer),
-                )
-            )
-        columns = list(zip(*rows, strict=True))
-        for name, column in zip(_NUMBER_FIELDS, columns, strict=True):
-            records[name] = column
-        records["header_bytes"] = cfg.HEADER_BYTES
+        local, path = np.divmod(
+            np.array([transfer.slot_id for transfer in transfers], np.int64), self.path_count
+        )
+        columns: dict[str, Any] = {
+            "token": [transfer.token for transfer in transfers],
+            "address": [transfer.address for transfer in transfers],
+            "offset": fmt.SUPERBLOCK_BYTES + local * owner.slot_bytes,
+            "payload_bytes": owner.page_bytes,
+            "deadline_ns": [transfer.deadline_ns for transfer in transfers],
+            "file_id": np.array(owner.file_ids, np.uint32)[path],
+            "io_class": [transfer.io_class for transfer in transfers],
+            "opcode": [transfer.opcode for transfer in transfers],
+            "flags": [self._flags(transfer) for transfer in transfers],
+        }
+        tickets = [transfer.ticket for transfer in transfers]
+        columns["gate_word"] = [-1 if ticket is None else ticket.word for ticket in tickets]
+        columns["gate_generation"] = [
+            0 if ticket is None else ticket.generation for ticket in tickets
+        ]
+        for name, column in columns.items():
+            records[name][rows] = column
 
     def _flags(self, transfer: Transfer) -> int:
         if transfer.opcode is Opcode.WRITE:
-            return int(SubmitFlag.SEAL | self._checksum)
-        poison = SubmitFlag.POISON if transfer.ticket is not None else SubmitFlag(0)
-        return int(SubmitFlag.VERIFY | self._checksum | poison)
+            return self._write_flags
+        return self._read_flags if transfer.ticket is None else self._gated_flags
 
     def _fill_identities(
-        self, group: int, transfers: Sequence[Transfer], records: Submissions, rows: list[int]
+        self, owner: DiskGroup, transfers: Sequence[Transfer], records: Submissions, rows: Any
     ) -> None:
-        owner = self.groups[group]
         assert owner.template is not None
         numbers = []
         for transfer in transfers:
@@ -660,7 +716,7 @@ class DiskTier:
             numbers.append(
                 (transfer.block_index, owner.generations[slot_id], owner.sequences[slot_id])
             )
-        identities = np.empty((len(rows), fmt.IDENTITY_BYTES), np.uint8)
+        identities = np.empty((len(transfers), fmt.IDENTITY_BYTES), np.uint8)
         owner.template.fill(
             identities,
             [transfer.key for transfer in transfers],
@@ -718,21 +774,6 @@ class DiskTier:
             for group in self.groups
             for index, file in enumerate(group.files)
         }
-
-
-_NUMBER_FIELDS = (
-    "token",
-    "address",
-    "offset",
-    "payload_bytes",
-    "deadline_ns",
-    "gate_generation",
-    "gate_word",
-    "file_id",
-    "io_class",
-    "opcode",
-    "flags",
-)
 
 
 def _collect(errors: list[BaseException], call: Callable[..., Any], *args: Any) -> None:

@@ -55,6 +55,7 @@ def fails(*args: str) -> str:
         (["--engine", "aio"], "--engine"),
         (["--workload", "chat"], "--workload"),
         (["--time-scale", "-1"], "--time-scale"),
+        (["--time-scale", "nan"], "--time-scale"),
         (["--protected-copy-fraction", "1.5"], "--protected-copy-fraction"),
         (
             ["--gpu-cache-size", "64k", "--page-bytes", "64k"],

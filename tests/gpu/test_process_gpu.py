@@ -73,33 +73,47 @@ import asyncio, sys
 from kvstore._uring.native import CompletionQueue, GateRing
 from kvstore.devices.cuda import CudaDevice
 from kvstore.errors import DeviceError
+completion, gates = sys.argv[1], int(sys.argv[2])
 async def main():
     loop = asyncio.get_running_loop()
     queue = CompletionQueue(loop)
     ring = GateRing(64)
-    device = CudaDevice(0, ring, calibrate=False, close_timeout=2.0, completion=sys.argv[1])
-    futures = []
-    tickets = [ring.take(1) for _ in range(2)]
-    for index, role in enumerate(("gated0", "gated1")):
-        stream = device.stream(role)
-        stream.wait_ticket(tickets[index])
+    device = CudaDevice(0, ring, calibrate=False, close_timeout=2.0, completion=completion)
+    def notified(stream):
         future = loop.create_future()
-        token = queue.token(lambda status, flags, value, f=future: f.set_result(status))
-        device.notify(stream, queue, token)
-        futures.append(future)
+        device.notify(stream, queue, queue.token(lambda status, *_: future.set_result(status)))
+        return future
+    tickets = [ring.take(1) for _ in range(gates)]
+    behind_gates = []
+    for index, ticket in enumerate(tickets):
+        stream = device.stream(f"gated{index}")
+        stream.wait_ticket(ticket)
+        behind_gates.append(notified(stream))
+    device.native.launch(device.stream("h2d").key, "kvs_spin", 1, 1, (3_000_000_000,))
+    lost = [notified(device.stream("h2d"))]
+    device.native.launch(device.stream("aux").key, "kvs_spin", 1, 1, (50_000_000,))
     device.native.launch(device.stream("aux").key, "kvs_fault", 1, 1, ())
+    lost.append(notified(device.stream("aux")))
+    early = sum(future.done() for future in lost)
+    if gates:
+        await asyncio.sleep(0.5)
+        early = sum(future.done() for future in lost)
     begin = loop.time()
+    for ticket in tickets:
+        ring.publish(ticket, -5)  # as a failed read or its deadline does
     try:
-        statuses = await asyncio.wait_for(asyncio.gather(*futures), 5)
+        statuses = await asyncio.wait_for(asyncio.gather(*lost), 5)
+        parked = await asyncio.wait_for(asyncio.gather(*behind_gates), 5)
     except TimeoutError:
         for role in ("aux", "h2d", "gated0"):
             print(role, device.native.stream_query(device.stream(role).key), flush=True)
         raise
     took = loop.time() - begin
+    print("lost", statuses, parked, "early", early, round(took, 4), flush=True)
     assert all(status < -20000 for status in statuses), statuses
+    # the wait itself may still pass; its ticket says that the data is bad
+    assert all(status == 0 or status < -20000 for status in parked), parked
     assert took < 1.0, took
-    for ticket in tickets:
-        ring.publish(ticket, -5)
     try:
         device.stream("h2d").record()
     except DeviceError as error:
@@ -108,23 +122,101 @@ async def main():
         raise AssertionError("the device still works")
     device.close()
     queue.close()
-    print("lost", statuses, took)
 asyncio.run(main())
 """
 
 
+@pytest.mark.parametrize("gates", [0, 2])
 @pytest.mark.parametrize("completion", ["words", "events"])
-def test_t8_a_lost_context_ends_every_wait(cuda: Any, record: Any, completion: str) -> None:
-    """T8, INV-917, INV-924: waits fail within a second, close does not hang, the process exits."""
+def test_t8_a_lost_context_ends_every_wait(
+    cuda: Any, record: Any, completion: str, gates: int
+) -> None:
+    """T8, INV-917, INV-924: waits fail within a second, close does not hang, the process exits.
+
+    While gates are parked the driver does not tell, so the second begins when they open.
+    """
     cuda.close()
     done = subprocess.run(
-        [sys.executable, "-c", _LOSE, completion],
+        [sys.executable, "-c", _LOSE, completion, str(gates)],
         capture_output=True,
         text=True,
         timeout=40,
         check=False,
     )
-    record(completion=completion, output=done.stdout.strip())
+    record(completion=completion, gates=gates, output=done.stdout.strip())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("lost")
+
+
+_LOSE_STORE = """
+import asyncio, sys, time
+import kvstore
+from kvstore._uring.base import Opcode
+from kvstore._uring.engine import FaultRule
+PAGE, BLOCK, BLOCKS = 256 << 10, 16, 4
+config = kvstore.StoreConfig(
+    block_tokens=BLOCK,
+    pool_groups=(kvstore.PoolGroupConfig("full", page_bytes=PAGE),),
+    device=kvstore.DeviceTierConfig(device="cuda:0", gpu_cache_size=2 * BLOCKS * PAGE),
+    disk=kvstore.DiskTierConfig(
+        disk_cache_size=64 * (PAGE + 4096),
+        disk_cache_path=sys.argv[1],
+        disk_keep_copy_after_restore=True,
+    ),
+)
+async def serve(store, number):
+    tokens = list(range(1000 * number, 1000 * number + BLOCK * BLOCKS))
+    async with store.session(tokens) as session:
+        await session.resume(store.stream())
+        await session.grow(len(tokens))
+        session.commit(tokens[session.history_tokens :])
+        session.suspend(store.stream().record())
+    await store.step(store.stream().record())
+async def main():
+    store = await kvstore.open_store(config).__aenter__()
+    for _ in range(2):
+        for number in range(6):
+            await serve(store, number)
+    tokens = list(range(BLOCK * BLOCKS))
+    await asyncio.sleep(0.3)  # writes end and give their landing slots back
+    rule = store.engine.inject(FaultRule(action="hold", opcode=Opcode.READ))
+    session = await store.session(tokens).__aenter__()
+    restore = await session.resume(store.stream(), gated=True, deadline=0.5)
+    assert restore.is_gated
+    device = store.device
+    device.native.launch(device.stream("aux").key, "kvs_fault", 1, 1, ())
+    begin = time.perf_counter()
+    try:
+        await asyncio.wait_for(restore.ready(), 10)
+    except kvstore.KVStoreError as error:
+        print("lost", type(error).__name__, end=" ")
+    while store.health() != "failed" and time.perf_counter() - begin < 10:
+        await asyncio.sleep(0.005)
+    took = time.perf_counter() - begin
+    print(store.health(), round(took, 3), flush=True)
+    assert took < 1.5, took
+    rule.release()
+    try:
+        await asyncio.wait_for(store.aclose(), 10)
+    except kvstore.KVStoreError as error:
+        print(type(error).__name__, flush=True)
+asyncio.run(main())
+"""
+
+
+def test_t8_a_store_that_loses_its_device_behind_a_gate_fails(
+    cuda: Any, record: Any, tmp_path: Any
+) -> None:
+    """T8, INV-119, INV-917: the deadline opens the gate; a second later the store has failed."""
+    cuda.close()
+    done = subprocess.run(
+        [sys.executable, "-c", _LOSE_STORE, str(tmp_path / "kv")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    record(output=done.stdout.strip())
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("lost")
 
@@ -134,11 +226,14 @@ import os, sys, time
 from kvstore._uring.native import GateRing
 from kvstore.devices.cuda import CudaDevice
 from kvstore.errors import DeviceError
-kind = sys.argv[1]
+kind, gates = sys.argv[1], int(sys.argv[2])
 ring = GateRing(64)
 device = CudaDevice(0, ring, calibrate=False)
 gated, idle, faulted = (device.stream(role) for role in ("gated0", "h2d", "aux"))
-gated.wait_ticket(ring.take(1))
+if gates:
+    gated.wait_ticket(ring.take(1))
+else:
+    device.native.launch(gated.key, "kvs_spin", 1, 1, (5_000_000_000,))
 parked = gated.record()
 word = device.native.lane_word(60)
 device.native.launch(faulted.key, "kvs_fault", 1, 1, ())
@@ -166,21 +261,22 @@ os._exit(0)
 """
 
 
+@pytest.mark.parametrize("gates", [0, 1])
 @pytest.mark.parametrize(
     "kind",
     ["idle stream", "written stream", "faulted stream", "parked stream", "parked event", "record"],
 )
-def test_t8_what_tells_a_loss_is_recorded(cuda: Any, record: Any, kind: str) -> None:
+def test_t8_what_tells_a_loss_is_recorded(cuda: Any, record: Any, kind: str, gates: int) -> None:
     """T8: which call reports the code after a fault elsewhere; each in a process of its own."""
     cuda.close()
     done = subprocess.run(
-        [sys.executable, "-c", _TELLS, kind],
+        [sys.executable, "-c", _TELLS, kind, str(gates)],
         capture_output=True,
         text=True,
         timeout=40,
         check=False,
     )
-    record(kind=kind, code_and_ms=done.stdout.strip())
+    record(kind=kind, gates=gates, code_and_ms=done.stdout.strip())
     assert done.returncode == 0, done.stderr
 
 

@@ -73,6 +73,65 @@ async def test_a_longer_deadline_outlives_the_default() -> None:
         assert len(TOKENS) == await client.get(TOKENS, deadline=5.0)
 
 
+async def test_a_later_waiter_extends_a_transfer_under_way() -> None:
+    """INV-336, INV-119: the newcomer is served after the old deadline; who was there is not kept
+    beyond it.
+    """
+    async with opened(device_pages=16, io={"deadline": 0.1}) as (_store, client, rig):
+        await client.put(TOKENS)
+        await client.flood(40)
+        rig.faults.add("late", 300_000_000, opcode=Opcode.READ, count=None)
+        start, told = rig.loop.time(), {}
+
+        async def first() -> None:
+            async with client.session(TOKENS) as session:
+                restore = await session.resume(client.stream)
+                told["first"] = rig.loop.time() - start
+                with pytest.raises(kvstore.PagesLost) as caught:
+                    restore.raise_for_status()
+                assert isinstance(caught.value.__cause__, kvstore.DeadlineError)
+
+        async def second() -> None:
+            await anyio.sleep(0.05)
+            assert len(TOKENS) == await client.get(TOKENS, deadline=5.0)
+            told["second"] = rig.loop.time() - start
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(first)
+            group.start_soon(second)
+        assert told["first"] == pytest.approx(0.1, abs=0.02)
+        assert 0.3 <= told["second"] < 1.0
+
+
+async def test_a_crowd_of_newcomers_keeps_nobody_for_ever() -> None:
+    """INV-119: each of them waits for a page that never comes, and each is told in its time."""
+    async with opened(device_pages=16, io={"deadline": 0.1, "drain_timeout": 1.0}) as (
+        store,
+        client,
+        rig,
+    ):
+        await client.put(TOKENS)
+        await client.flood(40)
+        rig.faults.add("never", 0, opcode=Opcode.READ, count=None)
+        waits: list[float] = []
+
+        async def ask(after: float) -> None:
+            await anyio.sleep(after)
+            start = rig.loop.time()
+            async with client.session(TOKENS) as session:
+                await session.resume(client.stream)
+            waits.append(rig.loop.time() - start)
+
+        async with anyio.create_task_group() as group:
+            for number in range(10):
+                group.start_soon(ask, 0.04 * number)
+        assert 10 == len(waits)
+        assert max(waits) < 0.12
+        rig.faults.release()
+        store.step()
+        await anyio.sleep(0.5)
+
+
 async def test_the_default_deadline_makes_a_hung_page_a_miss() -> None:
     """INV-119, C18: the waiter is told on time, with the deadline as the cause; others go on."""
     async with opened(io={"deadline": 0.1, "drain_timeout": 1.0}) as (store, client, rig):
@@ -130,6 +189,68 @@ async def test_a_promoted_write_counts_as_required() -> None:
         assert written == stats.engine.classes[1].transfers * PAGE_BYTES + (
             stats.engine.classes[2].transfers * PAGE_BYTES
         )
+
+
+@pytest.mark.parametrize("how", ["suspend", "close"])
+async def test_who_leaves_the_gate_early_does_not_spoil_it_for_others(how: str) -> None:
+    """INV-205, INV-336: the ticket is published at once, its copy reads too early; the waiter that
+    shares the transfer gets the bytes all the same.
+    """
+    async with opened(device_pages=16) as (store, client, rig):
+        await client.put(TOKENS)
+        await client.flood(40)
+        async with client.session([]) as session:  # leaves free slots behind
+            await session.resume(client.stream)
+            assert await client.grow(session, 8 * BLOCK)
+        for _ in range(2):
+            client.step()
+            await anyio.sleep(1)
+        rig.faults.add("late", 50_000_000, opcode=Opcode.READ, count=None)
+
+        async def gated() -> None:
+            async with client.session(TOKENS) as session:
+                restore = await session.resume(client.stream, gated=True)
+                assert restore.is_gated
+                await anyio.sleep(0.02)
+                if how == "suspend":
+                    session.suspend()
+
+        async def awaited() -> None:
+            await anyio.sleep(0.01)
+            assert len(TOKENS) == await client.get(TOKENS)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(gated)
+            group.start_soon(awaited)
+        assert len(TOKENS) == await client.get(TOKENS)
+        assert 1 == store.stats().engine.tickets_failed
+
+
+async def test_nobody_queues_for_the_slots_of_a_transfer_that_never_ends() -> None:
+    """INV-119, INV-335: a restore that fits only with them is refused, so that others get by."""
+    wide = list(range(500, 500 + 8 * BLOCK))
+    async with opened(
+        device_pages=8, host_pages=16, io={"deadline": 0.1, "drain_timeout": 1.0}
+    ) as (
+        _store,
+        client,
+        rig,
+    ):
+        await client.put(wide)
+        await client.put(TOKENS)
+        await client.flood(40)
+        rig.faults.add("never", 0, opcode=Opcode.READ, count=2)
+        assert len(TOKENS) > await client.get(TOKENS)
+        client.step()
+        with anyio.fail_after(5):
+            with pytest.raises(kvstore.OutOfPages):
+                await client.get(wide)
+            assert 32 == await client.get(wide[:32])
+        rig.faults.release()
+        client.step()
+        await anyio.sleep(0.1)
+        client.step()
+        assert len(wide) == await client.get(wide)
 
 
 async def test_copy_options_without_prefix_reuse_warn(caplog: pytest.LogCaptureFixture) -> None:

@@ -178,6 +178,53 @@ async def test_the_deadline_of_the_configuration_is_the_default(open_rig: Any, k
             assert await without.end() == 0
 
 
+async def test_a_deadline_can_be_moved_to_a_later_time_only(open_rig: Any, kind: str) -> None:
+    """INV-336: extending works while the verdict is open, also to never; nothing shortens it."""
+    async with open_rig(kind) as rig:
+        hold = rig.inject("hold", count=3)
+        started = asyncio.get_running_loop().time()
+        longer = rig.write(0, deadline_ns=soon_ns(rig, 0.05))
+        assert rig.engine.extend_deadline(longer.handle, soon_ns(rig, 0.2))
+        assert not rig.engine.extend_deadline(longer.handle, soon_ns(rig, 0.01))
+        assert not rig.engine.extend_deadline(longer.handle, 0)
+        assert await longer.verdict() == DEADLINE
+        assert asyncio.get_running_loop().time() - started > 0.15
+        assert not rig.engine.extend_deadline(longer.handle, soon_ns(rig, 5)), "told already"
+        hold.release()
+        assert await longer.end() == DEADLINE
+        hold = rig.inject("hold")
+        endless = rig.write(0, deadline_ns=soon_ns(rig, 0.05))
+        assert rig.engine.extend_deadline(endless.handle, (1 << 64) - 1)
+        assert not rig.engine.extend_deadline(endless.handle, soon_ns(rig, 5)), "never is later"
+        await asyncio.sleep(0.1)
+        hold.release()
+        assert await endless.end() == 0
+        assert not rig.engine.extend_deadline(endless.handle, soon_ns(rig, 5)), "over"
+
+
+async def test_extended_deadlines_pass_in_their_new_order(
+    open_rig: Any, kind: str, narrow: IoConfig
+) -> None:
+    """INV-336, INV-119: the queue of deadlines stays in order when one moves to a later time."""
+    async with open_rig(kind, narrow) as rig:
+        hold, _ = await rig.hold_one()
+        base, told, handles = soon_ns(rig, 0.3), [], []
+        for step in range(8):
+            record = rig.record(
+                Opcode.WRITE, 1, flags=SubmitFlag(0), deadline_ns=base + step * 2_000_000
+            )
+            record["token"] = rig.queue.token(lambda *_, step=step: told.append(step))
+            rig.engine.submit(rig.queue, record)
+            handles.append(int(record["handle"][0]))
+        last = rig.write(2, deadline_ns=base + 60_000_000)
+        for step in (0, 3, 6):
+            later = base + (20 - step) * 2_000_000
+            assert rig.engine.extend_deadline(handles[step], later)
+        assert await last.end() == DEADLINE
+        assert told == [1, 2, 4, 5, 7, 6, 3, 0]
+        hold.release()
+
+
 async def test_many_deadlines_pass_in_order(open_rig: Any, kind: str, narrow: IoConfig) -> None:
     """INV-119: deadlines are kept whatever the order of their submission."""
     async with open_rig(kind, narrow) as rig:

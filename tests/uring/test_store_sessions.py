@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore import executor
+from kvstore import session as session_module
 from kvstore._uring.base import Opcode
 from kvstore._uring.engine import FaultRule
 from kvstore.testing import pattern
@@ -389,8 +391,19 @@ def two_groups(path: Path) -> kvstore.StoreConfig:
     )
 
 
-async def test_gated_restores_arrive_and_are_counted(tmp_path: Path) -> None:
-    """INV-202, INV-811: one ticket per layer group, queued behind the gate, verified, committed."""
+@pytest.fixture(params=["one ticket per group", "one ticket per page"])
+def tickets_per_group(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Let a gated restore of four blocks be one slice per pool group, or four."""
+    if "group" in request.param:
+        return 1
+    monkeypatch.setattr(executor, "SLICE_BYTES", 1)
+    return 4
+
+
+async def test_gated_restores_arrive_and_are_counted(
+    tmp_path: Path, tickets_per_group: int
+) -> None:
+    """INV-202, INV-811: one ticket per slice, queued behind the gate, verified, committed."""
     async with kvstore.open_store(two_groups(tmp_path)) as store:
         for number in range(4):
             await put(store, number)
@@ -412,10 +425,11 @@ async def test_gated_restores_arrive_and_are_counted(tmp_path: Path) -> None:
                 session.commit([5] * BLOCK)
         assert store.gate is not None
         gate = store.gate.stats()
-        assert 8 == gate.taken == gate.published_good
+        assert 8 * tickets_per_group == gate.taken == gate.published_good
         assert 0 == gate.open == gate.parked_streams == store.stats().gate_await_fallbacks
 
 
+@pytest.mark.usefixtures("tickets_per_group")
 async def test_a_failed_read_behind_the_gate_voids_the_step(tmp_path: Path) -> None:
     """INV-219 to INV-221: the session learns the first bad block; its tokens stay uncommitted."""
     async with kvstore.open_store(two_groups(tmp_path)) as store:
@@ -556,3 +570,16 @@ async def test_a_session_that_closes_while_growing_gives_its_slots_back(tmp_path
         rule.release()
         await put(store, 3)
         assert 4 == await get(store, 1)
+
+
+async def test_a_large_restore_starts_group_after_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """INV-129, INV-416: planned and submitted in parts, arrived as one."""
+    monkeypatch.setattr(session_module, "PARTS_MIN", 1)
+    async with kvstore.open_store(two_groups(tmp_path)) as store:
+        for number in range(6):
+            await put(store, number)
+        for number in range(6):
+            assert 4 == await get(store, number)
+        assert 0 == store.restores.waiting_count

@@ -311,27 +311,32 @@ def test_a_context_lost_behind_our_back_ends_every_wait(
 
 
 @pytest.mark.parametrize("completion", ["words", "events"])
-def test_a_loss_that_only_a_working_stream_tells_is_noticed(
+def test_a_loss_behind_parked_gates_shows_when_they_open(
     make_cuda: Any, harness: Any, fake: Any, on_loop: Any, completion: str
 ) -> None:
-    """INV-917, T8: parked events and idle streams say nothing; the watch asks with work of its own.
+    """INV-917, T8: nothing tells before the last gate is open, and then every wait fails.
 
-    As on a real GPU: after the fault of a foreign kernel only a stream that has work and is not
-    parked at a gate reports the code.
+    As measured on a GPU: while a stream is parked at a gate no call reports the fault of another
+    kernel. Gates always open, at the deadline of their reads at the latest (ADR 0013).
     """
     device = make_cuda(completion=completion)
 
     async def body(waiting: Any) -> None:
         futures = []
-        for role in ("gated0", "gated1"):
+        tickets = [harness.ring.take(1) for _ in range(2)]
+        for role, ticket in zip(("gated0", "gated1"), tickets, strict=True):
             stream = device.stream(role)
-            stream.wait_ticket(harness.ring.take(1))
+            stream.wait_ticket(ticket)
             token, future = waiting.token()
             device.notify(stream, waiting.queue, token)
             futures.append(future)
         await asyncio.sleep(0.005)
         fake["quiet_loss"] = 700
+        await asyncio.sleep(0.1)
+        assert not any(future.done() for future in futures)
         begin = time.perf_counter()
+        for ticket in tickets:
+            harness.ring.publish(ticket, -5)
         for future in futures:
             assert await asyncio.wait_for(future, 1.0) == -20_700
         assert time.perf_counter() - begin < 1.0
