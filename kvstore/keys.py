@@ -59,7 +59,7 @@ def token_bytes(tokens: Tokens) -> bytes:
         except OverflowError:
             raise ValueError("tokens: a token does not fit into 32 bits") from None
         except TypeError:
-            raise ValueError("tokens must be integers") from None
+            raise ValueError("tokens must be one row of integers") from None
         if sys.byteorder == "big":
             packed.byteswap()
         return packed.tobytes()
