@@ -150,9 +150,13 @@ async def watch_for_stall(scheduler: Scheduler, limit_s: float = STALL_S) -> Non
 
 @contextlib.asynccontextmanager
 async def open_row(config: StoreConfig, variant: Variant) -> AsyncIterator[Any]:
-    """Open the store of a row; the serial engine is a baseline that no store would choose."""
+    """Open the store of a row and let its host tier arrive.
+
+    The serial engine is a baseline that no store would choose.
+    """
     if variant.engine != "serial":
         async with kvstore.open_store(config) as store:
+            await store.filled()
             yield store
         return
     from kvstore._uring import open_engine
@@ -160,6 +164,7 @@ async def open_row(config: StoreConfig, variant: Variant) -> AsyncIterator[Any]:
     engine = open_engine(config.io, kind="serial")
     try:
         async with kvstore.open_store(config, engine=engine) as store:
+            await store.filled()
             yield store
     finally:
         with anyio.CancelScope(shield=True):

@@ -510,6 +510,13 @@ class RestoreQueue:
             if not entry.future.done():
                 entry.future.set_exception(error)
 
+    def forget(self, session: Session) -> None:
+        """End the wait of a session that closes: nothing may be granted to it any more."""
+        for waiting in [entry for entry in self._waiting if entry.session is session]:
+            self._waiting.remove(waiting)
+            if not waiting.future.done():
+                waiting.future.set_exception(LogicError("resume: the session was closed meanwhile"))
+
     def _leave(self, waiting: _Waiting) -> None:
         future = waiting.future
         if future.done() and not future.cancelled() and future.exception() is None:
@@ -545,6 +552,7 @@ class RestoreQueue:
             return plan
         executor = self._store.executor
         flight = Flight(self._loop, 0, session.on_restored)
+        session.wait_for(flight)
         flight.deadline_at = deadline_at or 0.0
         if is_settled and len(pages) >= PARTS_MIN:
             applied = self._apply_parts(session, flight, rows)
@@ -613,6 +621,7 @@ class Session:
         self._is_stream_given = False
         self._is_host_ordered = False  # no stream orders the caller's use of its pages
         self._restore: Restore | None = None
+        self._flight: Flight | None = None  # what a resume waits for
         self._lease: GateLease | None = None
         self._prefetches: list[Prefetch] = []
         self._tables: list[PageTable] = []
@@ -706,7 +715,7 @@ class Session:
             raise
         self._end_prefetches()
         self._go(SessionState.ACTIVE)
-        self._restore = restore
+        self._restore, self._flight = restore, None
         self._rebuild_tables()
         restore.valid_tokens = self.history_tokens
         return restore
@@ -849,9 +858,20 @@ class Session:
         """Whether this session holds a lock on the page."""
         return page in self._locked
 
+    def wait_for(self, flight: Flight) -> None:
+        """Note what the resume waits for: it ends with the resume or with the session."""
+        self._flight = flight
+
+    def _end_flight(self) -> None:
+        """Wait no longer; pages that arrive later are not locked for this session (INV-916)."""
+        flight, self._flight = self._flight, None
+        if flight is not None and not flight.is_done:
+            self.store.executor.detach(flight)
+
     def _back_to_suspended(self) -> None:
         if self._state is SessionState.CLOSED:
             return
+        self._end_flight()
         self._unlock_all(PASSED)
         self._go(SessionState.SUSPENDED)
         self.store.executor.room_grew = True
@@ -1141,6 +1161,8 @@ class Session:
             self._state = SessionState.CLOSED
             return
         self._end_prefetches()
+        self.store.restores.forget(self)
+        self._end_flight()
         self._abandon_gate()
         self._take_grown()
         was_active = bool(self._locked)
@@ -1186,7 +1208,9 @@ class Session:
         self.store.check_open()
         blocks = self.history_tokens // self._block_tokens
         pages = [list(row[:blocks]) for row in self._pages]
-        self.store.tables.hold([page for row in pages for page in row if page is not None])
+        # A page lost meanwhile cuts the fork at its resume, as it cuts this session (INV-911).
+        shared = [page for row in pages for page in row if page is not None]
+        self.store.tables.hold([page for page in shared if page.state is not PageState.DEAD])
         history = self._known.fork(blocks * self._block_tokens)
         twin = Session(self.store, history, self.priority, pages, blocks)
         twin.cached_tokens_by_level = dict(self.cached_tokens_by_level)

@@ -185,6 +185,8 @@ class StoreStats:
     recovery_free_slots: dict[str, int] = field(default_factory=dict)  # by reason (INV-920)
     host_numa_node: int | None = None  # None: wherever the system put it
     host_mapped_bytes: int = 0  # gauge: host tier, staging and bounce slots, slack included
+    host_parts_failed: int = 0  # parts of the host tier that were refused after opening (INV-906)
+    open_seconds: float = 0.0  # how long opening took; the rest of the host tier arrives later
     disk_modes: dict[str, str] = field(default_factory=dict)  # per file (INV-130)
     health: str = "ok"
     engine: EngineStats = field(default_factory=EngineStats)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 import os
 import threading
@@ -36,7 +37,7 @@ from kvstore.config import StoreConfig, Tier
 from kvstore.core import spec as core_spec
 from kvstore.core.slots import Fence
 from kvstore.core.tables import PASSED, Match, Refusal, Tables
-from kvstore.devices.base import Device, DevicePool, Stream
+from kvstore.devices.base import Device, DevicePool, Stream, device_error
 from kvstore.errors import (
     CapacityError,
     ConfigError,
@@ -280,6 +281,17 @@ def _check_counts(field: str, config: StoreConfig, counts: Sequence[int]) -> Non
             )
 
 
+def _check_memory(needed: int) -> None:
+    """Refuse host memory that the machine does not have, before a part of it is taken."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise CapacityError(
+            f"host_cache_size: {needed} bytes needed, the machine has {memory}",
+            needed=needed,
+            available=memory,
+        )
+
+
 _live_stores: weakref.WeakSet[KVStore] = weakref.WeakSet()
 
 
@@ -327,6 +339,11 @@ class KVStore:
         self._shrunk: dict[tuple[int, int], asyncio.Future[None]] = {}
         self._recovery = RecoveryReport()
         self._recovered = self._loop.create_future()
+        self._host_wanted: list[int] = []
+        self._host_filled: asyncio.Future[None] = self._loop.create_future()
+        self._host_parts_failed = 0
+        self._host_shortage = ""
+        self._open_seconds = 0.0
         self._is_syncing = False
         self._persistent_pages = 0
         self._watch_timer: asyncio.TimerHandle | None = None
@@ -353,6 +370,7 @@ class KVStore:
 
     async def _open(self, group: anyio.abc.TaskGroup) -> None:
         self._group = group
+        started_at = self._loop.time()
         config = self.config
         counts = self._slot_counts()
         await self._open_native()
@@ -362,6 +380,11 @@ class KVStore:
         self._make_tables(counts)
         _live_stores.add(self)
         self._state = StoreState.OPEN
+        self._open_seconds = self._loop.time() - started_at
+        if self._host is not None and self._host_wanted != self._totals(1):
+            self._start_background(self._fill_host)
+        else:
+            self._host_filled.set_result(None)
         disk = self._disk
         if disk is not None and disk.can_recover and disk.recovered_files:
             self._start_background(self._recover)
@@ -450,15 +473,26 @@ class KVStore:
             logger.warning("numa_node is %d, but the device is attached to node %d", node, near)
 
     async def _open_host_memory(self, counts: list[list[int]]) -> None:
-        """Map, touch and register all host memory, off the loop and in parallel (INV-906)."""
+        """Map, touch and register host memory, off the loop and in parallel (INV-906).
+
+        Of the host tier only the first part of each pool group: the rest arrives while the store
+        serves. ``counts`` says afterwards what is there.
+        """
         config = self.config
         self._check_numa()
         sizes = [group.page_bytes for group in config.pool_groups]
-        if Tier.HOST in self._levels:
-            host = self._host = HostTier([self._host_pool(size) for size in sizes])
-            for pool, count in zip(host.pools, counts[self._levels.index(Tier.HOST)], strict=True):
-                await self._grow_pool(pool, count)
         slot_bytes = [cfg.slot_bytes(size) for size in sizes]
+        if Tier.HOST in self._levels:
+            level = self._levels.index(Tier.HOST)
+            self._host_wanted, first = counts[level], []
+            if self._parts.memory is None:
+                wanted_bytes = zip(self._host_wanted, slot_bytes, strict=True)
+                _check_memory(sum(count * size for count, size in wanted_bytes))
+            host = self._host = HostTier([self._host_pool(size) for size in sizes])
+            for pool, wanted in zip(host.pools, self._host_wanted, strict=True):
+                first.append(next(growth_parts(wanted, pool.slot_bytes)))
+                await self._grow_pool(pool, first[-1])
+            counts[level] = first
         staging = slot_counts(config.io.staging_bytes, config.pool_groups, slot_bytes)
         for size, count in zip(sizes, staging, strict=True):
             needs_staging = Tier.DISK in self._levels
@@ -483,6 +517,45 @@ class KVStore:
 
         run = await self._blocking(make, undo=pool.release)
         pool.add(run)
+
+    async def _fill_host(self) -> None:
+        """Bring the rest of the host tier in, part by part, all groups alike (INV-906)."""
+        level = self._levels.index(Tier.HOST)
+        present = self._totals(level)
+        sizes = [cfg.slot_bytes(group.page_bytes) for group in self.config.pool_groups]
+        rests = [
+            growth_parts(wanted - have, size)
+            for wanted, have, size in zip(self._host_wanted, present, sizes, strict=True)
+        ]
+        try:
+            for parts in itertools.zip_longest(*rests, fillvalue=0):
+                for group, part in enumerate(parts):
+                    if part:
+                        await self._grow_by(level, group, part)
+        except (KVStoreError, OSError) as error:
+            self._note_shortage(error)
+        finally:
+            _resolve(self._host_filled)
+
+    def _note_shortage(self, error: Exception) -> None:
+        """A later part of the host tier was refused: the store goes on with what it has."""
+        if self._state is not StoreState.OPEN:
+            return
+        self._host_parts_failed += 1
+        self._host_shortage = (
+            f"the host tier stays smaller, {self._host_mapped_bytes} bytes are mapped: {error}"
+        )
+        logger.warning("%s", self._host_shortage)
+        if getattr(error, "is_sticky", False):
+            self.fail(error)
+
+    async def filled(self) -> None:
+        """Wait until the host tier has its whole size, or grows no further (INV-906).
+
+        The store serves from the start; `health` says if memory was refused later.
+        """
+        self.check_open()
+        await asyncio.shield(self._host_filled)
 
     def _quiesce_device(self) -> list[BaseException]:
         self.device.quiesce()
@@ -702,12 +775,21 @@ class KVStore:
         if self._state is StoreState.OPEN and threading.get_ident() == self._thread_id:
             if self._poisoned:
                 raise StoreFailed(self._poisoned)
-            return
+            if not self.device.error:
+                return
+            self._notice_loss()
         if threading.get_ident() != self._thread_id:
             raise LogicError("a store is used from the thread of its event loop only")
         if self._state is StoreState.FAILED:
             raise StoreFailed(f"the store has failed: {self._failure}") from self._failure
         raise StoreClosed(f"the store is {self._state.value}")
+
+    def _notice_loss(self) -> None:
+        """Fail if the device is lost, whoever met the error first: no device call of the store may
+        be due for long, and its waiters need to hear of it (INV-917).
+        """
+        if self._state is StoreState.OPEN and not self._poisoned and self.device.error:
+            self.fail(device_error(self.device.error, "the device"))
 
     @property
     def is_foreign(self) -> bool:
@@ -963,12 +1045,18 @@ class KVStore:
             recovered_pages=self._recovery.taken,
             recovery_free_slots=self._recovery.free,
             host_numa_node=self._numa_node(),
-            host_mapped_bytes=sum(pool.mapped_bytes for pool in self._landing)
-            + (self._host.mapped_bytes if self._host is not None else 0),
+            host_mapped_bytes=self._host_mapped_bytes,
+            host_parts_failed=self._host_parts_failed,
+            open_seconds=self._open_seconds,
             disk_modes=self._disk.modes() if self._disk is not None else {},
             health=str(self.health()),
             engine=self.engine.stats() if self.engine is not None else EngineStats(),
         )
+
+    @property
+    def _host_mapped_bytes(self) -> int:
+        tier = self._host.mapped_bytes if self._host is not None else 0
+        return tier + sum(pool.mapped_bytes for pool in self._landing)
 
     def _device_bytes(self) -> dict[str, int]:
         """Bytes that disk devices moved, header and retries included (INV-807)."""
@@ -983,6 +1071,7 @@ class KVStore:
 
     def health(self) -> Health:
         """Return ``ok``, ``degraded`` or ``failed``, with reasons."""
+        self._notice_loss()
         if self._state is StoreState.FAILED:
             return Health("failed", (str(self._failure),))
         reasons = []
@@ -994,6 +1083,8 @@ class KVStore:
             )
         if executor.read_failures_in_a_row >= DEGRADED_WRITE_FAILURES:
             reasons.append(f"the last {executor.read_failures_in_a_row} disk reads failed")
+        if self._host_shortage:
+            reasons.append(self._host_shortage)
         return Health("degraded" if reasons else "ok", reasons)
 
     def available(self, level: str | int = 0, group: str | None = None) -> int:
@@ -1092,8 +1183,12 @@ class KVStore:
         error: BaseException = StoreClosed("resize: the store was closed meanwhile")
         try:
             await asyncio.shield(self._recovered)
+            if self._levels[index] is Tier.HOST:
+                await asyncio.shield(self._host_filled)
             await self._grow(index, counts)
             await self._shrink(index, counts)
+            if self._levels[index] is Tier.HOST:
+                self._host_shortage = ""  # the operator knows, and has what was asked for
         except Exception as failure:  # noqa: BLE001  raised where it is awaited
             error = failure
         else:
@@ -1118,39 +1213,36 @@ class KVStore:
             assert disk is not None
             await self._blocking(lambda: disk.check_room(missing))
             return
-        needed = sum(count * size for count, size in zip(missing, slot_bytes, strict=True))
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if needed > memory:
-            raise CapacityError(
-                f"host_cache_size: {needed} bytes needed, the machine has {memory}",
-                needed=needed,
-                available=memory,
-            )
+        _check_memory(sum(count * size for count, size in zip(missing, slot_bytes, strict=True)))
 
     def _totals(self, level: int) -> list[int]:
         return [pool.total for pool in self.tables.pools[level]]
 
     async def _grow(self, level: int, counts: list[int]) -> None:
-        is_host = self._levels[level] is Tier.HOST
         for group, count in enumerate(counts):
             slot_bytes = cfg.slot_bytes(self.config.pool_groups[group].page_bytes)
             missing = count - self._totals(level)[group]
             for part in growth_parts(missing, slot_bytes):
-                total = self._totals(level)[group] + part
-                if is_host:
-                    assert self._host is not None
-                    spare = self._host.pools[group].slot_count - self._totals(level)[group]
-                    if spare < part:
-                        await self._grow_pool(self._host.pools[group], part - max(0, spare))
-                else:
-                    await self._resize_disk_group(group, total)
-                wanted = self._totals(level)
-                wanted[group] = total
-                plan = self.tables.plan_resize(level, wanted)
-                assert not isinstance(plan, Refusal), "growing needs no room"
-                self.tables.apply(plan)
-                self.executor.room_grew = True
-                self.settle()
+                await self._grow_by(level, group, part)
+
+    async def _grow_by(self, level: int, group: int, part: int) -> None:
+        """Add slots to one pool group of a level; they are usable when this returns."""
+        total = self._totals(level)[group] + part
+        if self._levels[level] is Tier.HOST:
+            assert self._host is not None
+            spare = self._host.pools[group].slot_count - self._totals(level)[group]
+            if spare < part:
+                await self._grow_pool(self._host.pools[group], part - max(0, spare))
+        else:
+            await self._resize_disk_group(group, total)
+        self.check_open()
+        wanted = self._totals(level)
+        wanted[group] = total
+        plan = self.tables.plan_resize(level, wanted)
+        assert not isinstance(plan, Refusal), "growing needs no room"
+        self.tables.apply(plan)
+        self.executor.room_grew = True
+        self.settle()
 
     async def _resize_disk_group(self, group: int, total: int) -> None:
         disk = self._disk

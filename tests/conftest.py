@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from kvstore.testing import SimLoop
@@ -74,6 +75,26 @@ def pytest_configure(config: pytest.Config) -> None:
         "real_loop: runs on a real event loop although its folder uses virtual time",
     ):
         config.addinivalue_line("markers", mark)
+    _choose_examples(config)
+
+
+def _choose_examples(config: pytest.Config) -> None:
+    """Give hypothesis the same examples in every run, or those of ``--hypothesis-seed N``.
+
+    The machines of `tests/property` take their sizes from the profile ``deep`` when
+    ``--hypothesis-profile deep`` asks for it.
+    """
+    seed = config.getoption("--hypothesis-seed", default=None)
+    for name, factor in (("kvstore", 1), ("deep", 20)):
+        hypothesis.settings.register_profile(
+            name,
+            max_examples=100 * factor,
+            derandomize=seed is None and name == "kvstore",
+            deadline=None,
+            print_blob=True,
+        )
+    if config.getoption("--hypothesis-profile", default=None) is None:
+        hypothesis.settings.load_profile("kvstore")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

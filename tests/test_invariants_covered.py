@@ -1,7 +1,12 @@
-"""Every rule of docs/invariants.md has a test that cites it, or a stated reason why not."""
+"""Every rule of docs/invariants.md has a test that cites it, or a stated reason why not.
+
+A citation counts in the docstring of a test, of a class of tests, or of a rule of a state machine.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
 from pathlib import Path
 
@@ -22,13 +27,69 @@ def rules() -> list[int]:
     return [int(number) for number in RULE.findall(SPECIFICATION.read_text(encoding="utf-8"))]
 
 
+def is_test(node: ast.AST) -> bool:
+    """Whether a definition is a test, a class of tests, or a step or check of a state machine."""
+    if isinstance(node, ast.ClassDef):
+        return node.name.startswith("Test")
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    return node.name.startswith("test_") or any(
+        isinstance(called, ast.Call)
+        and isinstance(called.func, ast.Name)
+        and called.func.id in {"rule", "invariant", "initialize"}
+        for called in node.decorator_list
+    )
+
+
+def citations(source: str) -> set[int]:
+    """Return the numbers in the docstrings of the tests of a file; ranges count for their ends.
+
+    A comment, a helper or the docstring of a module proves nothing, so it does not count.
+    """
+    return {
+        int(number)
+        for node in ast.walk(ast.parse(source))
+        if is_test(node)
+        for number in CITATION.findall(ast.get_docstring(node) or "")  # type: ignore[arg-type]
+    }
+
+
+@functools.cache
 def cited() -> set[int]:
-    """Return the numbers that tests cite one by one; ranges count for their ends only."""
-    found: set[int] = set()
-    for path in (ROOT / "tests").rglob("*.py"):
-        if path != Path(__file__).resolve():
-            found.update(map(int, CITATION.findall(path.read_text(encoding="utf-8"))))
-    return found
+    """Return the numbers that the tests cite one by one."""
+    return {
+        number
+        for path in (ROOT / "tests").rglob("*.py")
+        if path != Path(__file__).resolve()
+        for number in citations(path.read_text(encoding="utf-8"))
+    }
+
+
+def test_only_docstrings_of_tests_count() -> None:
+    """Comments, helpers, modules and nested strings are no citation."""
+    rule = "INV" + "-{}"
+    source = f'''
+"""{rule.format(101)}"""
+# {rule.format(102)}
+def helper():
+    """{rule.format(103)}"""
+def test_one():
+    """{rule.format(104)}, {rule.format(105)} to {rule.format(109)}."""
+    x = "{rule.format(110)}"
+class TestAll:
+    """{rule.format(111)}"""
+    async def test_two(self):
+        """{rule.format(112)}"""
+class Machine(RuleBasedStateMachine):
+    """{rule.format(113)}"""
+    @rule(x=1)
+    def step(self, x):
+        """{rule.format(114)}"""
+    @invariant()
+    def check(self):
+        """{rule.format(115)}"""
+'''
+    assert {104, 105, 109, 111, 112, 114, 115} == citations(source)
 
 
 def test_the_specification_is_read_whole() -> None:

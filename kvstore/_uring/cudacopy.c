@@ -33,6 +33,7 @@ enum {
     EVENT_DISABLE_TIMING = 2,
     WAIT_GEQ = 0,
     REGISTER_PORTABLE = 1,
+    ALREADY_REGISTERED = 712,
     REGISTER_DEVICEMAP = 2,
     CAPTURE_RELAXED = 2,
     ORDER_STREAM = 1,
@@ -113,6 +114,7 @@ struct region {
     uint64_t host;
     uint64_t bytes;
     deviceptr_t device;
+    bool is_shared; /* registered through another device, which also undoes it */
 };
 
 struct kvs_cuda_event {
@@ -521,12 +523,22 @@ int kvs_cuda_register(kvs_cuda *device, uint64_t address, uint64_t bytes) {
     }
     struct driver *call = &device->call;
     void *host = (void *)(uintptr_t)address;
-    struct region region = {address, bytes, 0};
+    struct region region = {.host = address, .bytes = bytes};
     result = call->cuMemHostRegister(host, bytes, REGISTER_PORTABLE | REGISTER_DEVICEMAP);
     if (result == 0) {
         result = call->cuMemHostGetDevicePointer(&region.device, host, 0);
         if (result) {
             call->cuMemHostUnregister(host);
+        }
+    } else if (result == ALREADY_REGISTERED) {
+        /* Registered through another device, portably: good if it covers the whole range. */
+        deviceptr_t last = 0;
+        char *end = (char *)host + bytes - 1;
+        region.is_shared = true;
+        if (call->cuMemHostGetDevicePointer(&region.device, host, 0) == 0 &&
+            call->cuMemHostGetDevicePointer(&last, end, 0) == 0 &&
+            last - region.device == bytes - 1) {
+            result = 0;
         }
     }
     if (result == 0) {
@@ -546,14 +558,16 @@ int kvs_cuda_register(kvs_cuda *device, uint64_t address, uint64_t bytes) {
 int kvs_cuda_unregister(kvs_cuda *device, uint64_t address) {
     pthread_mutex_lock(&device->mutex);
     int found = -ENOENT;
+    bool is_shared = false;
     for (uint32_t i = 0; i < device->region_count && found; i++) {
         if (device->regions[i].host == address) {
+            is_shared = device->regions[i].is_shared;
             device->regions[i] = device->regions[--device->region_count];
             found = 0;
         }
     }
     pthread_mutex_unlock(&device->mutex);
-    if (found) {
+    if (found || is_shared) {
         return found;
     }
     WITH_CONTEXT(device, device->call.cuMemHostUnregister((void *)(uintptr_t)address));

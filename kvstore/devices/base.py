@@ -167,6 +167,11 @@ class Device(Protocol):
     #: True after `quiesce` or `close` left work outstanding: gate words and arenas are then leaked.
     holds_memory: bool
 
+    @property
+    def error(self) -> int:
+        """The sticky code of a lost device, or 0 (INV-917). Cheap: asked at each call."""
+        ...
+
     def quiesce(self) -> bool:
         """Block until our streams are idle, for a bounded time; False and `holds_memory` if not."""
         ...

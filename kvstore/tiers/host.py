@@ -11,6 +11,7 @@ Blocking calls (map, touch, register) are plain functions that the store runs of
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, final
@@ -189,18 +190,28 @@ class HostPool:
         if len(self.runs) == 1:
             yield self.runs[0].layout, list(range(len(slot_ids))), np.asarray(slot_ids, np.int32)
             return
-        for run in self.runs:
-            end = run.first + run.slot_count
-            positions = [i for i, slot_id in enumerate(slot_ids) if run.first <= slot_id < end]
-            if positions:
-                local = np.array([slot_ids[i] - run.first for i in positions], np.int32)
-                yield run.layout, positions, local
+        by_run: dict[int, list[int]] = {}
+        for position, slot_id in enumerate(slot_ids):
+            by_run.setdefault(self._run_index(slot_id), []).append(position)
+        for index, positions in sorted(by_run.items()):
+            run = self.runs[index]
+            local = np.array([slot_ids[i] - run.first for i in positions], np.int32)
+            yield run.layout, positions, local
+
+    def _run_index(self, slot_id: int) -> int:
+        """Return the number of a slot's run; a large tier has many, so this is a bisection."""
+        if not 0 <= slot_id < self.slot_count:
+            raise IndexError(f"host slot {slot_id} is outside 0..{self.slot_count}")
+        if len(self.runs) == 1:
+            return 0
+        return bisect.bisect_right(self.runs, slot_id, key=_first_slot) - 1
 
     def _run(self, slot_id: int) -> Run:
-        for run in self.runs:
-            if run.first <= slot_id < run.first + run.slot_count:
-                return run
-        raise IndexError(f"host slot {slot_id} is outside 0..{self.slot_count}")
+        return self.runs[self._run_index(slot_id)]
+
+
+def _first_slot(run: Run) -> int:
+    return run.first
 
 
 def _slabs(run: Run) -> Iterator[tuple[int, int]]:

@@ -68,6 +68,49 @@ async def test_a_sticky_device_error_fails_the_store(moment: str) -> None:
         session.close()
 
 
+@pytest.mark.parametrize("call", ["session", "probe", "step", "stats", "suspend", "try_grow"])
+async def test_any_call_learns_of_a_lost_device(call: str) -> None:
+    """INV-917: the caller's own work may lose it while the store has nothing on the device: the
+    next call of whatever kind says so, and who waits for slots is told.
+    """
+    outcomes: list[str] = []
+    async with opened() as (store, client, rig):
+        await client.put(list(range(9000, 9000 + 4 * BLOCK)))
+        await client.put(list(range(8 * BLOCK)))
+        active = client.session(list(range(8 * BLOCK)))
+        await active.resume(client.stream)
+        await client.settle()
+
+        async def wait() -> None:
+            async with client.session(list(range(9000, 9000 + 4 * BLOCK))) as session:
+                try:
+                    await session.resume(client.stream)
+                except kvstore.StoreFailed:
+                    outcomes.append("failed")
+
+        calls = {
+            "session": lambda: store.session(TOKENS),
+            "probe": lambda: store.probe(TOKENS),
+            "step": store.step,
+            "stats": store.stats,
+            "suspend": active.suspend,
+            "try_grow": lambda: active.try_grow(8 * BLOCK),
+        }
+        async with anyio.create_task_group() as group:
+            group.start_soon(wait)
+            await anyio.sleep(0.1)
+            assert 1 == store.restores.waiting_count
+            rig.device.fail(CODE_LAUNCH_FAILED)
+            if call == "stats":
+                assert "failed" == calls[call]().health
+            else:
+                with pytest.raises(kvstore.StoreFailed):
+                    calls[call]()
+        assert ["failed"] == outcomes
+        assert "failed" == store.health()
+        active.close()
+
+
 async def test_a_broken_rule_fails_the_store_and_not_the_loop() -> None:
     """INV-917: a bug in a completion stops this store; other tasks of the loop go on."""
     async with opened() as (store, client, _rig):

@@ -89,11 +89,11 @@ async def main():
         stream = device.stream(f"gated{index}")
         stream.wait_ticket(ticket)
         behind_gates.append(notified(stream))
-    device.native.launch(device.stream("h2d").key, "kvs_spin", 1, 1, (3_000_000_000,))
-    lost = [notified(device.stream("h2d"))]
     device.native.launch(device.stream("aux").key, "kvs_spin", 1, 1, (50_000_000,))
     device.native.launch(device.stream("aux").key, "kvs_fault", 1, 1, ())
-    lost.append(notified(device.stream("aux")))
+    lost = [notified(device.stream("aux"))]
+    device.stream("h2d").wait_event(device.stream("aux").record())  # waits, but does not run
+    lost.append(notified(device.stream("h2d")))
     early = sum(future.done() for future in lost)
     if gates:
         await asyncio.sleep(0.5)
@@ -133,7 +133,7 @@ def test_t8_a_lost_context_ends_every_wait(
 ) -> None:
     """T8, INV-917, INV-924: waits fail within a second, close does not hang, the process exits.
 
-    While gates are parked the driver does not tell, so the second begins when they open.
+    While gates are parked or kernels run the driver does not tell; the second begins after them.
     """
     cuda.close()
     done = subprocess.run(
@@ -191,6 +191,12 @@ async def main():
     except kvstore.KVStoreError as error:
         print("lost", type(error).__name__, end=" ")
     while store.health() != "failed" and time.perf_counter() - begin < 10:
+        try:  # an idle store looks at nothing; the next copy meets the loss
+            other = range(2000, 2000 + BLOCK * BLOCKS)
+            async with store.session(list(other)) as next_session:
+                await asyncio.wait_for(next_session.resume(store.stream()), 5)
+        except kvstore.KVStoreError as error:
+            print(type(error).__name__, end=" ")
         await asyncio.sleep(0.005)
     took = time.perf_counter() - begin
     print(store.health(), round(took, 3), flush=True)

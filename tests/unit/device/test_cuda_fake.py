@@ -582,3 +582,14 @@ def test_errors_of_the_gate_words_registration(harness: Any, fake: Any) -> None:
     with pytest.raises(DeviceError):
         CudaDevice(0, harness.ring, library=fake.path, calibrate=False)
     assert fake["retained"] == 0
+
+
+def test_memory_registered_through_another_device_is_shared(fake: Any, make_cuda: Any) -> None:
+    """T12: a second device uses a portable registration and leaves undoing it to the first."""
+    device = make_cuda()
+    before = fake["calls_unregister"]
+    fake["register_code"] = 712
+    device.register_host(1 << 40, 1 << 20)
+    fake["register_code"] = 0
+    device.unregister_host(1 << 40)
+    assert before == fake["calls_unregister"]
