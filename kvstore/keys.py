@@ -9,6 +9,8 @@ compared as whole digests: the match trusts the digest alone (INV-318).
 from __future__ import annotations
 
 import hashlib
+import sys
+from array import array
 from collections.abc import Sequence
 from typing import NewType
 
@@ -51,6 +53,16 @@ def token_bytes(tokens: Tokens) -> bytes:
     Raises: ValueError: a token does not fit into 32 unsigned bits (INV-318), or ``tokens`` is not
     one row of integers.
     """
+    if isinstance(tokens, (list, tuple)):  # several times faster than by way of a numpy array
+        try:
+            packed = array("I", tokens)
+        except OverflowError:
+            raise ValueError("tokens: a token does not fit into 32 bits") from None
+        except TypeError:
+            raise ValueError("tokens must be one row of integers") from None
+        if sys.byteorder == "big":
+            packed.byteswap()
+        return packed.tobytes()
     wide = np.asarray(tokens)
     if wide.ndim != 1:
         raise ValueError(f"tokens must be one row of integers, got {wide.ndim} dimensions")

@@ -71,9 +71,8 @@ class PrefixIndex:
 
     def remove(self, page: Page) -> None:
         """Take out a page."""
-        assert page.key is not None
-        removed = self._groups[page.group].pop(page.key)
-        assert removed is page
+        removed = self._groups[page.group].pop(page.key, None)  # type: ignore[arg-type]
+        assert removed is page, "INV-319: the page was not in the index"
 
     def match(self, keys: Sequence[BlockKey]) -> Match:
         """Return the longest run of full blocks that every group can serve (INV-319, INV-320).

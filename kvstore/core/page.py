@@ -8,6 +8,7 @@ the primary *is* the primary while it runs (INV-303).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, final
 
@@ -37,6 +38,9 @@ PAGE_TRANSITIONS: dict[PageState, frozenset[PageState]] = {
     PageState.DEAD: frozenset(),
 }
 
+#: By a plain name: reaching a member through its class costs a third of making a page.
+_FILLING = PageState.FILLING
+
 #: The status that follows from the counters (INV-308).
 LOCKED, HELD, DROPPABLE = "locked", "held", "droppable"
 
@@ -64,19 +68,37 @@ class Page:
         "uses",
     )
 
-    def __init__(self, group: int, priority: int) -> None:
-        self.group = group
-        self.priority = priority
-        self.state = PageState.FILLING
-        self.key: BlockKey | None = None
-        self.parent_key: BlockKey | None = None
-        self.parent: Page | None = None
-        self.children: Page | dict[Page, None] | None = None
-        self.block_index = -1
-        self.hold_count = 0
-        self.lock_count = 0
-        self.uses = 0
-        self.primary: Slot | None = None
+    group: int
+    priority: int
+    state: PageState
+    key: BlockKey | None
+    parent_key: BlockKey | None
+    parent: Page | None
+    children: Page | dict[Page, None] | None
+    block_index: int
+    hold_count: int
+    lock_count: int
+    uses: int
+    primary: Slot | None
+
+    @staticmethod
+    def make(group: int, priority: int, count: int) -> list[Page]:
+        """Make pages that own nothing yet.
+
+        Without a constructor: the call would cost as much again as all the fields.
+        """
+        pages: list[Page] = []
+        blank = Page.__new__
+        for _ in range(count):
+            page = blank(Page)
+            page.group = group
+            page.priority = priority
+            page.state = _FILLING
+            page.key = page.parent_key = page.parent = page.children = page.primary = None
+            page.block_index = -1
+            page.hold_count = page.lock_count = page.uses = 0
+            pages.append(page)
+        return pages
 
     def __repr__(self) -> str:
         """Name state, counters and place."""
@@ -220,14 +242,18 @@ MOVE_TRANSITIONS: dict[MoveState, frozenset[MoveState]] = {
 }
 
 
+_MOVE_PLANNED = MoveState.PLANNED
+
+
 @final
-class Move:
+class Move(Fence):
     """One page's change of level in an applied plan, owned by the tables until it has ended.
 
-    ``source_fence`` passes when the source is no longer read (data verified elsewhere, INV-329),
-    ``target_fence`` when the target is written. ``waits`` are the fences that had not passed when
-    the move was applied; a device copy that starts early has to make its stream wait for the
-    events of those. ``via_bounce``: the first start copies source to bounce page only, then
+    A move is itself the fence of its reading, ``source_fence``: passed when the source is no
+    longer read (data verified elsewhere, INV-329). ``target_fence`` passes when the target is
+    written; it is made when somebody first asks for it. ``waits`` are the fences that had not
+    passed when the move was applied; a device copy that starts early has to make its stream wait
+    for the events of those. ``via_bounce``: the first start copies source to bounce page only, then
     `Tables.move_source_released`, and the second start, with state STARTED, copies the bounce
     page to the target (INV-407). ``is_detached``: the page no longer cares for the outcome.
     """
@@ -243,35 +269,76 @@ class Move:
         "page",
         "sequence",
         "source",
-        "source_fence",
         "state",
         "target",
-        "target_fence",
         "target_waits",
         "via_bounce",
         "waits",
+        "write_fence",
     )
 
-    def __init__(
-        self, page: Page, kind: MoveKind, source: Slot, io_class: IoClass, sequence: int
-    ) -> None:
-        self.page = page
-        self.kind = kind
-        self.source = source
-        self.target: Slot = source  # bound when the plan is applied
-        self.io_class = io_class
-        self.sequence = sequence
-        self.via_bounce = False
-        self.state = MoveState.PLANNED
-        self.is_detached = False
-        self.is_source_released = False
-        self.is_device_copy = False
-        self.waits: list[Fence] = []
-        self.target_waits: list[Fence] = []  # of a via-bounce move, for its second start
-        self.blocked = 0
-        self.background_bytes = 0
-        self.source_fence = Fence()
-        self.target_fence = Fence()
+    page: Page
+    kind: MoveKind
+    source: Slot
+    target: Slot  # the source, until the plan is applied
+    io_class: IoClass
+    sequence: int
+    via_bounce: bool
+    state: MoveState
+    is_detached: bool
+    is_source_released: bool
+    is_device_copy: bool
+    waits: Sequence[Fence]
+    target_waits: Sequence[Fence]  # of a via-bounce move, for its second start
+    blocked: int
+    background_bytes: int
+    write_fence: Fence | None
+
+    @staticmethod
+    def make(
+        pages: Sequence[Page],
+        sources: Sequence[Slot],
+        kind: MoveKind,
+        io_class: IoClass,
+        sequence: int,
+    ) -> list[Move]:
+        """Make a move of each page from its source, numbered from ``sequence`` on.
+
+        Without a constructor: the call would cost as much again as all the fields.
+        """
+        moves: list[Move] = []
+        blank = Move.__new__
+        for page, source in zip(pages, sources, strict=True):
+            move = blank(Move)
+            move.page = page
+            move.source = move.target = source
+            move.sequence = sequence
+            sequence += 1
+            move.kind = kind
+            move.io_class = io_class
+            move.state = _MOVE_PLANNED
+            move.passed = move.is_kernel = move.is_stalled = move.via_bounce = False
+            move.is_detached = move.is_source_released = move.is_device_copy = False
+            move.event = move.dependents = move.write_fence = None
+            move.waits = move.target_waits = ()
+            move.blocked = move.background_bytes = 0
+            moves.append(move)
+        return moves
+
+    @property
+    def source_fence(self) -> Fence:
+        """The end of the reading: the move itself."""
+        return self
+
+    @property
+    def target_fence(self) -> Fence:
+        """The end of the writing, made on first use."""
+        fence = self.write_fence
+        if fence is None:
+            fence = self.write_fence = Fence()
+            fence.passed = self.state is MoveState.ENDED
+            fence.is_stalled = self.is_stalled
+        return fence
 
     def __repr__(self) -> str:
         """Name kind, state and way."""

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from kvstore.core.transitions import Transitions
 
 
-_NO_FENCES: list[Fence] = []  # never changed
+#: Members by plain names: apply looks at them for every page that moves.
+_DEAD, _COMMITTED, _WRITING = PageState.DEAD, PageState.COMMITTED, SlotState.WRITING
+_EVICT, _RELOCATE = MoveKind.EVICT, MoveKind.RELOCATE
+_REQUIRED, _READ = IoClass.REQUIRED, IoClass.READ
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +54,11 @@ class GroupPlan:
     drops: list[Page] = field(default_factory=list)
     reclaims: list[tuple[Slot, CopyEnd]] = field(default_factory=list)
     take_backs: list[tuple[Page, Slot]] = field(default_factory=list)
-    evicts: list[tuple[Page, int]] = field(default_factory=list)
+    evicts: list[Page] = field(default_factory=list)
+    evict_levels: list[int] = field(default_factory=list)  # where each of `evicts` goes
     relocates: list[Page] = field(default_factory=list)
-    restores: list[tuple[Page, int]] = field(default_factory=list)
+    restores: list[Page] = field(default_factory=list)
+    restore_level: int = 0
     unkept: set[Page] = field(default_factory=set)  # restores whose source is needed at once
     withdrawn: set[Page] = field(default_factory=set)  # recalls whose write is not kept either
     grow: int = 0
@@ -167,7 +172,7 @@ class _Cascade:
         self.trim = trim
         self.pools: list[Pool] = [level[group] for level in tables.pools]
         count = tables.level_count
-        self.plan = GroupPlan(group, grow=grow, takes=[0] * count)
+        self.plan = GroupPlan(group, grow=grow, takes=[0] * count, restore_level=target_level)
         self.total = [pool.total for pool in self.pools]
         if shrink is not None:
             self.total[shrink[0]] = shrink[1]
@@ -204,7 +209,7 @@ class _Cascade:
                     self.held[recalled.level] += 1
                 return
             slot = recalled
-        plan.restores.append((page, self.target_level))
+        plan.restores.append(page)
         self.goal[self.target_level] += 1
         if tables.spec.levels[slot.level].keep_copy and page.state is PageState.COMMITTED:
             if slot not in self.stalled:
@@ -253,6 +258,10 @@ class _Cascade:
         plan, pool, tables = self.plan, self.pools[level], self.tables
         newcomers: list[Page] = []
         for page in incoming:
+            primary = page.primary
+            if primary is None or primary.colder is None:  # no copy anywhere
+                newcomers.append(page)
+                continue
             copy = page.slot_at(level)
             if copy is None:
                 newcomers.append(page)
@@ -279,11 +288,13 @@ class _Cascade:
                 return Refusal(level, self.group, need, available, self._never())
         gone = set(falling)
         gone.update(plan.drops)
-        plan.arrivals.extend(page for page in incoming if page not in gone)
-        for page in newcomers:
-            if page not in gone:
-                plan.evicts.append((page, level))
-                plan.takes[level] += 1
+        if gone:
+            incoming = [page for page in incoming if page not in gone]
+            newcomers = [page for page in newcomers if page not in gone]
+        plan.arrivals += incoming
+        plan.evicts += newcomers
+        plan.evict_levels += [level] * len(newcomers)
+        plan.takes[level] += len(newcomers)
         for copy, page in self.reserved[level].items():
             if page not in gone:
                 plan.take_backs.append((page, copy))
@@ -354,7 +365,8 @@ class _Cascade:
                     victims += self._select(pool, shortage - len(victims), room)
             else:
                 victims = self._select(pool, shortage, room)
-            room -= sum(page.hold_count > 0 for page in victims)
+            if pool.policy.held_count:
+                room -= sum(page.hold_count > 0 for page in victims)
             shortage -= len(victims)
             falling.extend(victims)  # INV-410: in front of what falls from above
         shortage -= self._reclaim(level, shortage)
@@ -528,7 +540,8 @@ def _plan_write_through(tables: Transitions, groups: list[GroupPlan]) -> None:
         cap = min(cap, tables.engine_room_bytes - tables.unissued_background_bytes())
     for plan in groups:
         # INV-606: in the order of eviction. INV-616: a shadow taken back counts like a copied page.
-        staying = {page for page, level in plan.evicts if level == host}
+        goes = zip(plan.evicts, plan.evict_levels, strict=True)
+        staying = {page for page, level in goes if level == host}
         staying.update(page for page, slot in plan.take_backs if slot.level == host)
         candidates = [
             page for page in plan.arrivals if page in staying and _is_writable(tables, page)
@@ -546,8 +559,7 @@ def _plan_write_through(tables: Transitions, groups: list[GroupPlan]) -> None:
         ended = sum(slot.pool is pool for slot, _end in plan.reclaims)
         reused = sum(slot.pool is pool for _page, slot in plan.take_backs)
         kept = sum(
-            page not in plan.unkept and _kept_level(tables, page) == disk
-            for page, _level in plan.restores
+            page not in plan.unkept and _kept_level(tables, page) == disk for page in plan.restores
         )
         copies = pool.copies.count - ended - reused + kept
         share = tables.spec.levels[disk].share(pool.total) - copies
@@ -569,9 +581,10 @@ def _plan_write_through(tables: Transitions, groups: list[GroupPlan]) -> None:
 
 def _kept_level(tables: Transitions, page: Page) -> int:
     """Return the level whose slot a restore of the page would leave as a copy, or -1."""
-    level = page.level
-    keeps = page.state is PageState.COMMITTED and tables.spec.levels[level].keep_copy
-    return level if keeps else -1
+    slot = page.primary
+    if slot is None or page.state is not _COMMITTED:
+        return -1
+    return slot.level if tables.spec.levels[slot.level].keep_copy else -1
 
 
 def _skip(plan: GroupPlan, reason: str, count: int) -> None:
@@ -620,7 +633,7 @@ def _apply_group(
             if source.level == 0:
                 applied.recalled.append(page)
     for page in plan.drops:
-        if page.state is not PageState.DEAD:
+        if page.state is not _DEAD:
             tables.drop(page)
     for slot, end in plan.reclaims:
         if slot.page is not None and slot.pool.copies.has(slot):
@@ -631,16 +644,17 @@ def _apply_group(
     if resize is not None:
         # From here on slots above the new end are not handed out (INV-904).
         tables.pools[resize[0]][plan.group].begin_shrink(resize[1][plan.group])
-    moves = _leave_sources(tables, plan)
-    inherited = _bind_targets(tables, plan, moves, applied)
+    moves, levels = _leave_sources(tables, plan)
+    _grow(tables, plan, applied)
+    owners = _bind_targets(tables, plan, moves, levels)
     _enter_queues(tables, plan)
-    _break_cycles(moves, inherited)
-    moves_and_fences = [(move, inherited[move][1]) for move, _level in moves]
+    if plan.restores and plan.evicts:  # moves in one direction cannot wait in a ring
+        _break_cycles(moves, owners)
+    tables.schedule(moves)
     written = _plan_writes(tables, plan)
-    moves_and_fences += written
-    for move, fences in moves_and_fences:
-        tables.schedule(move, fences)
-        applied.moves.append(move)
+    tables.schedule(written)
+    applied.moves += moves
+    applied.moves += written
     _count(tables, plan, len(written))
 
 
@@ -653,133 +667,144 @@ def _take_back(tables: Transitions, page: Page, copy: Slot) -> None:
     tables.note("moved", page)
 
 
-def _leave_sources(tables: Transitions, plan: GroupPlan) -> list[tuple[Move, int]]:
-    """Take every moving page off its source, before any target is handed out (INV-405)."""
-    moves: list[tuple[Move, int]] = []
-    for page, level in plan.evicts:
-        if page.state is PageState.DEAD:
-            continue
-        source = tables.unbind_primary(page)
-        source.pool.evicted += 1
-        moves.append((_start_from(tables, page, MoveKind.EVICT, source, IoClass.REQUIRED), level))
+def _leave_sources(tables: Transitions, plan: GroupPlan) -> tuple[list[Move], list[int]]:
+    """Take every moving page off its source, before any target is handed out (INV-405).
+
+    Returns: the moves, and the level each one goes to.
+    """
+    evicts, levels = plan.evicts, plan.evict_levels
+    if any(page.state is _DEAD for page in evicts):
+        living = [index for index, page in enumerate(evicts) if page.state is not _DEAD]
+        evicts = [evicts[index] for index in living]
+        levels = [levels[index] for index in living]
+    moves = tables.depart(evicts, _EVICT, _REQUIRED)
+    for move in moves:
+        move.source.pool.evicted += 1
+    levels = levels.copy()
     for page in plan.relocates:
-        if page.state is PageState.DEAD:
+        source = page.primary
+        if page.state is _DEAD or source is None:
             continue
-        relocated = page.primary
-        assert relocated is not None
-        page.detach(relocated)
-        relocated.pool.primaries -= 1
-        source = relocated
-        move = _start_from(tables, page, MoveKind.RELOCATE, source, IoClass.REQUIRED)
-        moves.append((move, source.level))
-    for page, level in plan.restores:
-        if page.state is PageState.DEAD:
-            continue
-        kind = MoveKind.PREFETCH if level else MoveKind.RESTORE
-        keeps = page not in plan.unkept and _kept_level(tables, page) >= 0
-        source = tables.unbind_primary(page)
-        if keeps:
-            # INV-502, INV-702: the slot stays and only changes its role.
-            page.attach(source)
-            tables.make_copy(source)
-            moves.append((tables.new_move(page, kind, source, IoClass.READ), level))
-        else:
-            moves.append((_start_from(tables, page, kind, source, IoClass.READ), level))
-    return moves
+        page.detach(source)
+        source.pool.primaries -= 1
+        move = tables.new_move(page, _RELOCATE, source, _REQUIRED)
+        tables.release_source(source)
+        moves.append(move)
+        levels.append(source.level)
+    restores = [page for page in plan.restores if page.state is not _DEAD]
+    kind = MoveKind.PREFETCH if plan.restore_level else MoveKind.RESTORE
+    unkept = plan.unkept
+    kept = {page for page in restores if page not in unkept and _kept_level(tables, page) >= 0}
+    moves += tables.depart(restores, kind, _READ, kept)
+    levels += [plan.restore_level] * len(restores)
+    return moves, levels
 
 
-def _start_from(
-    tables: Transitions, page: Page, kind: MoveKind, source: Slot, io_class: IoClass
-) -> Move:
-    """Make a move whose source drains; until it is promised, the page can return to it."""
-    move = tables.new_move(page, kind, source, io_class)
-    tables.release_source(source)
-    return move
+def _grow(tables: Transitions, plan: GroupPlan, applied: Applied) -> None:
+    """Make the new pages; ready slots go to the growing session first."""
+    group, priority, device = plan.group, plan.priority, tables.pools[0][plan.group]
+    row, fences = Page.make(group, priority, plan.grow), applied.fences
+    applied.new_pages[group] += row
+    for page, slot in zip(row, device.allocate_many(plan.grow)[0], strict=True):
+        page.hold_count = page.lock_count = 1
+        page.primary = slot
+        slot.page = page
+        readers = slot.readers
+        if readers is None:
+            continue
+        if isinstance(readers, list):
+            fences.extend(slot.outstanding())
+        elif not readers.passed:
+            fences.append(readers)
+    device.primaries += plan.grow
+    tables.page_count += plan.grow
 
 
 def _bind_targets(
-    tables: Transitions,
-    plan: GroupPlan,
-    moves: list[tuple[Move, int]],
-    applied: Applied,
-) -> dict[Move, tuple[Slot | None, list[Fence]]]:
-    """Hand out the slots: ready ones first, and of those first to the growing session."""
-    device = tables.pools[0][plan.group]
-    row = applied.new_pages[plan.group]
-    for _ in range(plan.grow):
-        slot, _old = device.allocate()
-        page = Page(plan.group, plan.priority)
-        page.hold_count = page.lock_count = 1
-        tables.bind_primary(page, slot)
-        tables.page_count += 1
-        row.append(page)
-        if slot.readers is not None:
-            applied.fences.extend(slot.outstanding())
-    inherited: dict[Move, tuple[Slot | None, list[Fence]]] = {}
-    for move, level in moves:
-        slot, old = tables.pools[level][plan.group].allocate()
-        inherited[move] = (old, _NO_FENCES if old is None else slot.outstanding())
-        slot.state = SlotState.WRITING
+    tables: Transitions, plan: GroupPlan, moves: list[Move], levels: list[int]
+) -> list[Slot | None]:
+    """Hand out the slots of the moves: ready ones first, else those that drain the longest.
+
+    Returns: per move the handle its target took over, if any.
+    """
+    owners: list[Slot | None] = []
+    supply = []
+    for level, pools in enumerate(tables.pools):
+        slots, old = pools[plan.group].allocate_many(levels.count(level))
+        pools[plan.group].primaries += len(slots)
+        supply.append(zip(slots, old, strict=True).__next__)
+    for move, level in zip(moves, levels, strict=True):
+        slot, owner = supply[level]()
+        owners.append(owner)
+        slot.state = _WRITING
         slot.write = move
         move.target = slot
-        tables.bind_primary(move.page, slot)
-        if move.kind is MoveKind.RELOCATE and move.source.lane is not None:
+        slot.page = page = move.page
+        first = page.primary
+        assert first is None or first.level > level, "INV-302: a primary is the hottest slot"
+        slot.colder = first
+        page.primary = slot
+        if move.kind is _RELOCATE and move.source.lane is not None:
             move.source.lane.replace(move.source, slot)  # it keeps its place in the queue
-    return inherited
+    return owners
 
 
 def _enter_queues(tables: Transitions, plan: GroupPlan) -> None:
     """Queue what has arrived on colder levels: as it fell, and prefetched pages tail first."""
     stamp = tables.next_stamp()
+    arrive = tables.arrive
     for page in plan.arrivals:
-        if page.state is not PageState.DEAD:
-            tables.arrive(page, stamp)
-    for page, level in reversed(plan.restores):
-        if level and page.state is not PageState.DEAD:
-            tables.arrive(page, stamp)
+        if page.state is not _DEAD:
+            arrive(page, stamp)
+    if plan.restore_level:
+        for page in reversed(plan.restores):
+            if page.state is not _DEAD:
+                arrive(page, stamp)
 
 
-def _break_cycles(
-    moves: list[tuple[Move, int]], inherited: dict[Move, tuple[Slot | None, list[Fence]]]
-) -> None:
+def _break_cycles(moves: list[Move], owners: list[Slot | None]) -> None:
     """Send one move of each cycle through the bounce buffer (INV-407).
 
     A move waits for the one that leaves its target; each waits for at most one, so what is not a
     path is a ring.
     """
-    leaving = {move.source: move for move, _level in moves}
-    follows: dict[Move, Move] = {}
-    for move, (old, _fences) in inherited.items():
-        if old is not None and old in leaving:
-            follows[move] = leaving[old]
-    seen: set[Move] = set()
+    leaving = {move.source: move for move in moves}
+    follows = {
+        move: leaving[old]
+        for move, old in zip(moves, owners, strict=True)
+        if old is not None and old in leaving
+    }
+    walked: dict[Move, Move] = {}  # each move with the first one of its walk
     for first in follows:
-        path: dict[Move, None] = {}
         node: Move | None = first
-        while node is not None and node not in seen:
-            seen.add(node)
-            path[node] = None
+        while node is not None and node not in walked:
+            walked[node] = first
             node = follows.get(node)
-        if node is not None and node in path:
-            ring = list(path)[list(path).index(node) :]
-            # Prefer a restore: its data is read through pinned memory anyway.
-            chosen = next((one for one in ring if one.kind is MoveKind.RESTORE), ring[0])
-            chosen.via_bounce = True
+        if node is None or walked[node] is not first:
+            continue
+        start, ring = node, [node]
+        node = follows[start]
+        while node is not start:
+            ring.append(node)
+            node = follows[node]
+        # Prefer a restore: its data is read through pinned memory anyway.
+        chosen = next((one for one in ring if one.kind is MoveKind.RESTORE), start)
+        chosen.via_bounce = True
 
 
-def _plan_writes(tables: Transitions, plan: GroupPlan) -> list[tuple[Move, list[Fence]]]:
+def _plan_writes(tables: Transitions, plan: GroupPlan) -> list[Move]:
     """Issue the write-through copies into ready slots (INV-603, INV-608, INV-609)."""
-    written: list[tuple[Move, list[Fence]]] = []
+    written: list[Move] = []
     if not plan.writes:
         return written
     pool = tables.pools[tables.last_level][plan.group]
     page_bytes = tables.spec.groups[plan.group].page_bytes
     for page in plan.writes:
-        if page.state is not PageState.COMMITTED or page.primary is None or not pool.ready_count:
+        if page.state is not _COMMITTED or page.primary is None or not pool.ready_count:
             continue
         move = tables.new_move(page, MoveKind.WRITE_THROUGH, page.primary, plan.write_class)
         slot = pool.allocate_ready()
-        slot.state = SlotState.WRITING
+        slot.state = _WRITING
         slot.write = move
         move.target = slot
         page.attach(slot)
@@ -787,7 +812,7 @@ def _plan_writes(tables: Transitions, plan: GroupPlan) -> list[tuple[Move, list[
         pool.written_through += 1
         if plan.write_class is IoClass.BACKGROUND:
             tables.charge_background(move, page_bytes)
-        written.append((move, []))
+        written.append(move)
     return written
 
 

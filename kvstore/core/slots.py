@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, final
 
@@ -44,15 +44,19 @@ SLOT_TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
 #: The same table as a tuple by state: looked up for every slot that changes hands.
 _ALLOWED = tuple(SLOT_TRANSITIONS[state] for state in SlotState)
 
+#: Members by plain names: reaching one through its class costs more than a page's dictionary entry.
+_RELEASED, _WRITING = SlotState.RELEASED, SlotState.WRITING
+_VALID, _DRAINING = SlotState.VALID, SlotState.DRAINING
 
-@final
+
 class Fence:
     """The end of one use of one or more slots.
 
     ``is_kernel`` marks work of a scheduler's step, which may write as well as read. ``event`` is
     the opaque device event once the work is enqueued, None before; a device stream can wait for
     it, so device copies need not wait for ``passed``. ``is_stalled``: the use may never end, so its
-    slot is not handed out before it has (INV-119).
+    slot is not handed out before it has (INV-119). ``dependents`` have to hear of the end: None,
+    one, or a list. A move is the fence of its own reading, see `kvstore.core.page.Move`.
     """
 
     __slots__ = ("dependents", "event", "is_kernel", "is_stalled", "passed")
@@ -62,14 +66,24 @@ class Fence:
         self.event: Any = None
         self.is_kernel = is_kernel
         self.is_stalled = False
-        self.dependents: list[Slot | Move] | None = None
+        self.dependents: Slot | Move | list[Slot | Move] | None = None
 
     def add_dependent(self, dependent: Slot | Move) -> None:
         """Remember who has to hear of the end."""
-        if self.dependents is None:
-            self.dependents = [dependent]
+        known = self.dependents
+        if known is None:
+            self.dependents = dependent
+        elif type(known) is list:
+            known.append(dependent)
         else:
-            self.dependents.append(dependent)
+            self.dependents = [known, dependent]  # type: ignore[list-item]
+
+    def dependent_list(self) -> list[Slot | Move]:
+        """Return those who have to hear of the end, in the order in which they came."""
+        known = self.dependents
+        if known is None:
+            return []
+        return known.copy() if isinstance(known, list) else [known]
 
 
 @final
@@ -148,7 +162,8 @@ class Slot:
     ``write`` is the move that writes it (its target fence is the end of the write); ``readers``
     are the fences of other uses: None, one fence, or a list. ``colder`` links the slots of a page
     from its primary down. ``lane``, ``prev``, ``next`` and ``stamp`` place the slot in the
-    eviction queue of its pool (a primary) or in the queue of copies (a copy).
+    eviction queue of its pool (a primary) or in the queue of copies (a copy). Only its pool makes
+    handles, in `Pool.allocate_many`.
     """
 
     __slots__ = (
@@ -167,20 +182,19 @@ class Slot:
         "write",
     )
 
-    def __init__(self, pool: Pool, slot_id: int, generation: int) -> None:
-        self.pool = pool
-        self.level = pool.level
-        self.slot_id = slot_id
-        self.generation = generation
-        self.state = SlotState.VALID
-        self.page: Page | None = None
-        self.colder: Slot | None = None
-        self.write: Move | None = None
-        self.readers: Fence | list[Fence] | None = None
-        self.lane: Lane | None = None
-        self.prev: Slot | Lane | None = None
-        self.next: Slot | Lane | None = None
-        self.stamp = 0
+    pool: Pool
+    level: int
+    slot_id: int
+    generation: int
+    state: SlotState
+    page: Page | None
+    colder: Slot | None
+    write: Move | None
+    readers: Fence | list[Fence] | None
+    lane: Lane | None
+    prev: Slot | Lane | None
+    next: Slot | Lane | None
+    stamp: int
 
     def __repr__(self) -> str:
         """Name the place and the state."""
@@ -197,7 +211,7 @@ class Slot:
     @property
     def is_pending(self) -> bool:
         """Tell whether the bytes are still being written."""
-        return self.state is SlotState.WRITING
+        return self.state is _WRITING
 
     def verify(self) -> None:
         """Raise StaleSlot unless this handle still stands for its slot (INV-304)."""
@@ -211,16 +225,19 @@ class Slot:
 
     def outstanding(self) -> list[Fence]:
         """Return the fences of all uses that have not ended, the write included."""
-        readers = self.readers
-        if readers is None:
-            fences: list[Fence] = []
-        elif isinstance(readers, list):
-            fences = [fence for fence in readers if not fence.passed]
-        else:
-            fences = [] if readers.passed else [readers]
+        fences = self.outstanding_readers()
         if self.write is not None and not self.write.target_fence.passed:
             fences.append(self.write.target_fence)
         return fences
+
+    def outstanding_readers(self) -> list[Fence]:
+        """Return the fences of the uses beside the present write that have not ended."""
+        readers = self.readers
+        if readers is None:
+            return []
+        if isinstance(readers, list):
+            return [fence for fence in readers if not fence.passed]
+        return [] if readers.passed else [readers]
 
     def add_reader(self, fence: Fence) -> None:
         """Record one more use; ended ones are forgotten on the way."""
@@ -236,11 +253,22 @@ class Slot:
         else:
             self.readers = [readers, fence]
 
+    def forget_reader(self, fence: Fence) -> None:
+        """Let go of a use that has ended, so that nothing old is kept alive by it."""
+        readers = self.readers
+        if readers is fence:
+            self.readers = None
+        elif isinstance(readers, list) and fence in readers:
+            readers.remove(fence)
+
     def set_state(self, state: SlotState) -> None:
         """Change the state along the table. Raises: InvariantError: a transition not in it."""
         if state not in _ALLOWED[self.state]:
             raise InvariantError(f"{self!r} cannot become {state.name}")
         self.state = state
+
+
+_TAKEN = Slot.__new__(Slot)  # stands in until the handle is made
 
 
 @final
@@ -315,7 +343,7 @@ class Pool:
             slot_id = ready.pop()
             if slot_id < total and handles[slot_id] is None:
                 self.ready_count -= 1
-                return self._new_handle(slot_id)
+                return self._new_handles((slot_id,))[0]
         raise LogicError(f"no ready slot on level {self.level}, pool group {self.group}")
 
     def allocate(self) -> tuple[Slot, Slot | None]:
@@ -324,16 +352,43 @@ class Pool:
         Returns: the new handle, and the draining one it takes over. The new handle inherits the
         outstanding fences; nothing may be written before they have passed (INV-522).
         """
-        if self.ready_count:
-            return self.allocate_ready(), None
-        if not self.draining:
+        slots, owners = self.allocate_many(1)
+        return slots[0], owners[0]
+
+    def allocate_many(self, count: int) -> tuple[list[Slot], list[Slot | None]]:
+        """Take slots one after the other, each as `allocate` would; return handles and owners."""
+        left = min(count, self.ready_count)
+        if count - left > len(self.draining):
             raise LogicError(f"no free slot on level {self.level}, pool group {self.group}")
-        old, _ = self.draining.popitem(last=False)
-        fences = old.outstanding()
-        self._end_handle(old)
-        slot = self._new_handle(old.slot_id)
-        slot.readers = fences[0] if len(fences) == 1 else fences or None
-        return slot, old
+        ready, handles, total = self.ready, self.handles, self.total
+        self.ready_count -= left
+        slot_ids: list[int] = []
+        owners: list[Slot | None] = [None] * left
+        while left:
+            slot_id = ready.pop()
+            if slot_id < total and handles[slot_id] is None:
+                left -= 1
+                handles[slot_id] = _TAKEN  # an adopted slot that was freed is listed twice
+                slot_ids.append(slot_id)
+        if len(slot_ids) == count:
+            return self._new_handles(slot_ids), owners
+        first, uses = len(slot_ids), []
+        next_draining = self.draining.popitem
+        for _ in range(count - first):
+            old, _none = next_draining(last=False)
+            readers = old.readers
+            if old.write is not None or type(readers) is list:
+                fences = old.outstanding()
+                readers = fences[0] if len(fences) == 1 else fences or None
+            old.state = _RELEASED
+            old.page = old.readers = None
+            slot_ids.append(old.slot_id)
+            owners.append(old)
+            uses.append(readers)
+        slots = self._new_handles(slot_ids)
+        for slot, readers in zip(slots[first:] if first else slots, uses, strict=True):
+            slot.readers = readers
+        return slots, owners
 
     def adopt(self, slot_id: int, generation: int) -> Slot | None:
         """Take a given ready slot, for recovery; None if it is out of range or in use."""
@@ -341,22 +396,36 @@ class Pool:
             return None
         self.ready_count -= 1  # its entry in the ready list is skipped when it comes up
         self.generations[slot_id] = max(self.generations[slot_id], generation - 1)
-        return self._new_handle(slot_id)
+        return self._new_handles((slot_id,))[0]
 
     def release(self, slot: Slot) -> None:
         """Give a slot up: ready at once, or draining until its last use has ended (INV-522)."""
-        slot.verify()
-        fences = slot.outstanding()
-        if not fences:
+        slot_id = slot.slot_id
+        if self.handles[slot_id] is not slot:
+            slot.verify()
+        readers = slot.readers
+        if slot.write is not None or type(readers) is list:
+            fences = slot.outstanding()
+            if not fences:
+                self._free(slot)
+                return
+            slot.readers = fences
+            for fence in fences:
+                fence.add_dependent(slot)
+            is_stalled = any(fence.is_stalled for fence in fences)
+        elif readers is None or readers.passed:  # type: ignore[union-attr]
             self._free(slot)
             return
-        slot.set_state(SlotState.DRAINING)
-        slot.readers = fences
-        for fence in fences:
-            fence.add_dependent(slot)
-        if slot.slot_id >= self.total:
+        else:
+            readers.add_dependent(slot)  # type: ignore[union-attr]
+            is_stalled = readers.is_stalled  # type: ignore[union-attr]
+        state = slot.state
+        if state is not _VALID and state is not _WRITING:
+            slot.set_state(_DRAINING)  # raises
+        slot.state = _DRAINING
+        if slot_id >= self.total:
             self.retiring[slot] = None
-        elif any(fence.is_stalled for fence in fences):
+        elif is_stalled:
             self.stalled[slot] = None
         else:
             self.draining[slot] = None
@@ -371,19 +440,26 @@ class Pool:
         """Return a draining slot to the page whose data it still holds (INV-330, INV-911)."""
         (self.draining if slot in self.draining else self.stalled).pop(slot)
         is_written = slot.write is not None
-        slot.set_state(SlotState.WRITING if is_written else SlotState.VALID)
+        slot.set_state(_WRITING if is_written else _VALID)
 
     def fence_passed(self, slot: Slot, fence: Fence) -> None:
         """Hear that one use of a draining slot has ended."""
-        readers = slot.readers
-        if slot.state is not SlotState.DRAINING or not isinstance(readers, list):
+        if slot.state is not _DRAINING:
             return
-        if fence in readers:
-            readers.remove(fence)
-        if not readers:
-            for line in (self.draining, self.retiring, self.stalled):
-                line.pop(slot, None)
-            self._free(slot)
+        readers = slot.readers
+        if isinstance(readers, list):
+            if fence in readers:
+                readers.remove(fence)
+            if readers:
+                return
+        elif readers is not fence:
+            return
+        if slot in self.draining:
+            del self.draining[slot]
+        else:
+            self.retiring.pop(slot, None)
+            self.stalled.pop(slot, None)
+        self._free(slot)
 
     def grow(self, total: int) -> None:
         """Add slots at the end; they are ready at once (INV-906)."""
@@ -414,20 +490,35 @@ class Pool:
         self.ready = list(free)
         self.ready_count = len(free)
 
-    def _new_handle(self, slot_id: int) -> Slot:
-        generation = self.generations[slot_id] + 1
-        self.generations[slot_id] = generation
-        slot = Slot(self, slot_id, generation)
-        self.handles[slot_id] = slot
-        return slot
+    def _new_handles(self, slot_ids: Iterable[int]) -> list[Slot]:
+        """Make a handle per slot, with the next generation of each (INV-304).
 
-    def _end_handle(self, slot: Slot) -> None:
-        slot.set_state(SlotState.RELEASED)
-        slot.page = slot.readers = None
-        self.handles[slot.slot_id] = None
+        Without a constructor: the call would cost as much again as all the fields.
+        """
+        handles, generations, level = self.handles, self.generations, self.level
+        made: list[Slot] = []
+        blank = Slot.__new__
+        for slot_id in slot_ids:
+            slot = blank(Slot)
+            slot.pool = self
+            slot.level = level
+            slot.slot_id = slot_id
+            generations[slot_id] = slot.generation = generations[slot_id] + 1
+            slot.state = _VALID
+            slot.page = slot.colder = slot.write = slot.readers = None
+            slot.lane = slot.prev = slot.next = None
+            slot.stamp = 0
+            handles[slot_id] = slot
+            made.append(slot)
+        return made
 
     def _free(self, slot: Slot) -> None:
-        self._end_handle(slot)
-        if slot.slot_id < self.total:
-            self.ready.append(slot.slot_id)
+        slot_id = slot.slot_id
+        if slot.state is _RELEASED:
+            slot.set_state(_RELEASED)  # raises: a slot is given up once
+        slot.state = _RELEASED
+        slot.page = slot.readers = None
+        self.handles[slot_id] = None
+        if slot_id < self.total:
+            self.ready.append(slot_id)
             self.ready_count += 1

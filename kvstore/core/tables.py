@@ -451,7 +451,7 @@ class Tables(Transitions):
         if slot is None:
             return None
         self.version += 1
-        page = Page(group, DEFAULT_PRIORITY)
+        page = Page.make(group, DEFAULT_PRIORITY, 1)[0]
         page.key, page.parent_key, page.block_index = key, parent_key, block_index
         page.uses = 1
         page.set_state(PageState.COMMITTED)

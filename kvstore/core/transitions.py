@@ -8,7 +8,7 @@ apart from `InvariantError`, which reports a bug of ours (INV-523).
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import final
 
 from kvstore.config import IoClass, Tier
@@ -100,6 +100,13 @@ class Counters:
 
 _WAITING = (MoveState.PLANNED, MoveState.BOUNCED)
 
+#: Members by plain names: these functions run for every page that moves, and reaching a member
+#: through its class costs as much as a dictionary entry.
+_PLANNED, _BOUNCED, _STARTED = MoveState.PLANNED, MoveState.BOUNCED, MoveState.STARTED
+_ENDED, _RESTORE, _RELOCATE = MoveState.ENDED, MoveKind.RESTORE, MoveKind.RELOCATE
+_WRITING, _VALID, _DRAINING = SlotState.WRITING, SlotState.VALID, SlotState.DRAINING
+_COMMITTED, _DEAD = PageState.COMMITTED, PageState.DEAD
+
 
 class Transitions:
     """State and primitive steps; `kvstore.core.tables.Tables` is the face of it."""
@@ -156,7 +163,7 @@ class Transitions:
         """Queue the primary for eviction unless the page is locked or restoring (INV-312)."""
         slot = page.primary
         assert slot is not None
-        if not page.lock_count and not page.is_restoring:
+        if not page.lock_count and (slot.level or slot.write is None):
             slot.pool.policy.insert(slot, stamp, is_held=page.hold_count > 0)
 
     def requeue(self, page: Page) -> None:
@@ -184,13 +191,17 @@ class Transitions:
 
     def arrive(self, page: Page, stamp: int) -> None:
         """Queue a page as the newest, and its ancestors on that level with it (INV-324)."""
-        self.enter_queue(page, stamp)
         slot, parent = page.primary, page.parent
         assert slot is not None
-        policy = slot.pool.policy
-        while parent is not None and parent.primary is not None and policy.is_ordered:
+        pool = slot.pool
+        policy = pool.policy
+        if not page.lock_count and (slot.level or slot.write is None):
+            policy.insert(slot, stamp, is_held=page.hold_count > 0)
+        while parent is not None:
             above = parent.primary
-            if above.stamp >= stamp or not self._is_peer(above, slot.pool):
+            if above is None or above.pool is not pool or above.lane is None:
+                return
+            if above.stamp >= stamp or not policy.is_ordered or not self._is_peer(above, pool):
                 return
             policy.touch(above, stamp, is_held=parent.hold_count > 0)
             parent = parent.parent
@@ -208,17 +219,23 @@ class Transitions:
 
     def bind_primary(self, page: Page, slot: Slot) -> None:
         """Make an unowned slot the primary."""
-        page.attach(slot)
-        assert page.primary is slot, "INV-302: a primary is the hottest slot"
+        first = page.primary
+        assert first is None or first.level > slot.level, "INV-302: a primary is the hottest slot"
+        slot.page = page
+        slot.colder = first
+        page.primary = slot
         slot.pool.primaries += 1
 
     def unbind_primary(self, page: Page) -> Slot:
         """Take the primary from the page; the slot belongs to nobody until it is released."""
         slot = page.primary
         assert slot is not None
-        self.leave_queue(slot)
-        page.detach(slot)
-        slot.pool.primaries -= 1
+        pool = slot.pool
+        if slot.lane is not None:
+            pool.policy.remove(slot)
+        page.primary = slot.colder
+        slot.colder = None
+        pool.primaries -= 1
         return slot
 
     def release(self, slot: Slot) -> None:
@@ -227,14 +244,62 @@ class Transitions:
         A background write that reads it is promoted, because the next owner waits for it
         (INV-109, INV-610); a write into it that nobody else needs is cancelled (INV-515).
         """
-        is_read = self._promote_readers(slot)
+        is_read = slot.page is not None and self._promote_readers(slot)
         if slot.write is not None and not is_read:
             self.detach_move(slot.write)
         slot.pool.release(slot)
 
+    def depart(
+        self, pages: Sequence[Page], kind: MoveKind, io_class: IoClass, kept: Collection[Page] = ()
+    ) -> list[Move]:
+        """Take pages off their primaries, to be moved: one move per page, in that order.
+
+        The source of a page in ``kept`` becomes a copy (INV-502, INV-702). Any other one drains,
+        and until it is promised to somebody the page can return to it.
+        """
+        sources: list[Slot] = []
+        for page in pages:
+            source = page.primary
+            assert source is not None
+            pool = source.pool
+            if source.lane is not None:
+                pool.policy.remove(source)
+            pool.primaries -= 1
+            if page in kept:
+                self.make_copy(source)
+            else:
+                page.primary = source.colder
+                source.colder = None
+            sources.append(source)
+        moves = Move.make(pages, sources, kind, io_class, self._sequence + 1)
+        self._sequence += len(moves)
+        self.moves.update(dict.fromkeys(moves))
+        for move in moves:
+            source = move.source
+            readers = source.readers
+            if (
+                move.page.primary is None
+                and source.state is _VALID
+                and (readers is None or (not isinstance(readers, list) and readers.passed))
+            ):
+                # The usual case: nobody else uses the slot.
+                pool = source.pool
+                if source.slot_id < pool.total:
+                    source.readers = move
+                    move.dependents = source
+                    source.state = _DRAINING
+                    pool.draining[source] = None
+                    continue
+            self._read_source(move)
+            if move.page not in kept:
+                self.release_source(source)
+        return moves
+
     def release_source(self, slot: Slot) -> None:
         """Give up the source of a move just made; a write still bringing its bytes runs on."""
-        self._promote_readers(slot)
+        page = slot.page
+        if page is not None and page.primary is not None:
+            self._promote_readers(slot)
         slot.pool.release(slot)
 
     def _promote_readers(self, slot: Slot) -> bool:
@@ -364,52 +429,76 @@ class Transitions:
         source. That is noted here, because the slot may be promised before `schedule`.
         """
         self._sequence += 1
-        move = Move(page, kind, source, io_class, self._sequence)
-        if source.write is not None:
-            move.waits.append(source.write.target_fence)
-        if source.level == 0 and source.readers is not None:
-            move.waits.extend(fence for fence in source.outstanding() if fence.is_kernel)
-        source.add_reader(move.source_fence)
+        move = Move.make((page,), (source,), kind, io_class, self._sequence)[0]
+        self._read_source(move)
         self.moves[move] = None
         return move
 
-    def schedule(self, move: Move, inherited: list[Fence]) -> None:
-        """Work out what the move waits for, and start it if that is nothing (INV-418).
+    def _read_source(self, move: Move) -> None:
+        """Note that a move reads its source from now on, and what it waits for there."""
+        source = move.source
+        readers, write = source.readers, source.write
+        if write is not None:
+            move.waits = (write.target_fence,)
+        if readers is None:
+            source.readers = move
+            return
+        if source.level == 0:
+            kernels = [fence for fence in source.outstanding() if fence.is_kernel]
+            if kernels:
+                move.waits = (*move.waits, *kernels)
+        source.add_reader(move)
 
-        It waits for its source (see `new_move`) and for every earlier use of its target.
+    def schedule(self, moves: Iterable[Move]) -> None:
+        """Work out what moves wait for, and start those that wait for nothing (INV-418).
+
+        A move waits for its source (see `new_move`) and for every earlier use of its target.
         """
-        source, target = move.source, move.target
-        fences = [*move.waits, *inherited] if not move.via_bounce else move.waits
-        move.waits = []
-        if move.via_bounce:
-            self._bounce_line[move.page.group].append(move)
-            move.target_waits = inherited
-            move.is_device_copy = source.level == 0
-        else:
-            move.is_device_copy = source.level == 0 or target.level == 0
-        for fence in fences:
-            self._wait_for(move, fence)
-        self._try_start(move)
+        start = self.outbox.start
+        for move in moves:
+            target = move.target
+            if move.via_bounce:
+                self._bounce_line[move.page.group].append(move)
+                move.target_waits = target.outstanding_readers()
+                move.is_device_copy = move.source.level == 0
+                fences = move.waits
+            else:
+                move.is_device_copy = move.source.level == 0 or target.level == 0
+                fences = move.waits
+                if target.readers is not None:
+                    fences = [*fences, *target.outstanding_readers()]
+                elif not fences and not move.background_bytes:
+                    move.state = _STARTED
+                    start.append(move)
+                    continue
+            move.waits = ()
+            for fence in fences:
+                self._wait_for(move, fence)
+            self._try_start(move)
 
     def _wait_for(self, move: Move, fence: Fence) -> None:
         if fence.passed:
             return
-        move.waits.append(fence)
+        waits = move.waits
+        move.waits = (*waits, fence) if waits else (fence,)
         if fence.event is not None and move.is_device_copy:
             return  # its stream waits for the event
         move.blocked += 1
         fence.add_dependent(move)
 
     def _try_start(self, move: Move) -> None:
-        if move.blocked or move.state is MoveState.ENDED:
+        if move.blocked:
             return
-        if move.via_bounce and move.state is MoveState.PLANNED:
+        state = move.state
+        if state is not _PLANNED and state is not _BOUNCED:
+            return
+        if move.via_bounce and state is _PLANNED:
             self._grant_bounce(move.page.group)
-        elif move.state is MoveState.PLANNED or move.state is MoveState.BOUNCED:
-            if move.background_bytes:
-                self._unissued_bytes -= move.background_bytes
-            move.set_state(MoveState.STARTED)
-            self.outbox.start.append(move)
+            return
+        if move.background_bytes:
+            self._unissued_bytes -= move.background_bytes
+        move.state = _STARTED
+        self.outbox.start.append(move)
 
     def _grant_bounce(self, group: int) -> None:
         """Hand bounce pages out in the order of the plans, so that holders never wait in a ring.
@@ -437,7 +526,7 @@ class Transitions:
     def bounced(self, move: Move) -> None:
         """Note that the data is in the bounce page: now the move waits for its target."""
         move.set_state(MoveState.BOUNCED)
-        move.waits = []
+        move.waits = ()
         move.is_device_copy = move.target.level == 0
         for fence in move.target_waits:
             self._wait_for(move, fence)
@@ -449,14 +538,16 @@ class Transitions:
             return
         fence.passed = True
         dependents, fence.dependents = fence.dependents, None
-        for dependent in dependents or ():
+        if dependents is None:
+            return
+        for dependent in dependents if isinstance(dependents, list) else (dependents,):
             if isinstance(dependent, Slot):
                 pool = dependent.pool
                 was_retiring = bool(pool.retiring)
                 pool.fence_passed(dependent, fence)
                 if was_retiring and not pool.retiring:
                     self.outbox.shrunk.append((pool.level, pool.group))
-            elif dependent.state is not MoveState.ENDED:
+            elif dependent.state is not _ENDED:
                 dependent.blocked -= 1
                 self._try_start(dependent)
 
@@ -465,13 +556,13 @@ class Transitions:
         if fence.passed or fence.event is not None:
             return
         fence.event = event
-        dependents = fence.dependents or []
+        dependents = fence.dependent_list()
         copies = [one for one in dependents if isinstance(one, Move) and one.is_device_copy]
         if not copies:
             return
         fence.dependents = [
             one for one in dependents if not (isinstance(one, Move) and one.is_device_copy)
-        ]
+        ] or None
         for move in copies:
             move.blocked -= 1
             self._try_start(move)
@@ -511,23 +602,32 @@ class Transitions:
 
     def end_move(self, move: Move) -> None:
         """No piece is in flight any more: pass both fences and repay what was charged."""
-        state = move.state
-        self.stalled_moves.discard(move)
-        move.set_state(MoveState.ENDED)
+        state, source, target = move.state, move.source, move.target
+        if self.stalled_moves:
+            self.stalled_moves.discard(move)
+        if state is _ENDED:
+            move.set_state(_ENDED)  # raises: a move ends once
+        move.state = _ENDED
         del self.moves[move]
         if move.background_bytes:
             self.background_bytes -= move.background_bytes
-            if state is MoveState.PLANNED:
+            if state is _PLANNED:
                 self._unissued_bytes -= move.background_bytes
-            move.source.pool.pending_sources -= 1
+            source.pool.pending_sources -= 1
             move.background_bytes = 0
-        if move.target.write is move:
-            move.target.write = None
-        self.pass_fence(move.source_fence)
-        self.pass_fence(move.target_fence)
+        if target.write is move:
+            target.write = None
+        self.pass_fence(move)  # its reading
+        if move.write_fence is not None:
+            self.pass_fence(move.write_fence)
+        # What an ended move knows of others is of no use: old moves would hang on it in a chain.
+        move.waits = move.target_waits = ()
+        user = source.pool.handles[source.slot_id]  # the source itself, or who inherited its uses
+        if user is not None and user.readers is not None:
+            user.forget_reader(move)
         if move.via_bounce:
             group = move.page.group
-            if state is MoveState.PLANNED:
+            if state is _PLANNED:
                 self._bounce_line[group].remove(move)
             else:
                 self.bounce_free[group] += 1
@@ -538,16 +638,16 @@ class Transitions:
     def finish_move(self, move: Move) -> None:
         """The bytes are at the target: it becomes valid, and only now (INV-114)."""
         target, page = move.target, move.page
-        if not move.is_detached and target.state is SlotState.WRITING:
-            target.set_state(SlotState.VALID)
+        if not move.is_detached and target.state is _WRITING:
+            target.state = _VALID
             if page.primary is not target:
                 target.pool.copies.finish(target)
         self.end_move(move)
         if move.is_detached or page.primary is not target:
             return
-        if move.kind is MoveKind.RESTORE:
+        if move.kind is _RESTORE:
             self.requeue(page)
-        if move.kind is not MoveKind.RELOCATE:
+        if self.spec.events and move.kind is not _RELOCATE:
             self.note("moved", page)
 
     def fail_move(self, move: Move, *, is_source_bad: bool, is_stalled: bool = False) -> None:
@@ -597,7 +697,7 @@ class Transitions:
             if slot is not None and any(fence.is_stalled for fence in slot.outstanding()):
                 used.pool.stall(slot)
         for fence in (move.source_fence, move.target_fence):
-            for dependent in list(fence.dependents or ()):
+            for dependent in fence.dependent_list():
                 if isinstance(dependent, Move) and dependent.state in _WAITING:
                     self.give_up(dependent)
 
@@ -658,7 +758,10 @@ class Transitions:
         """Forget a droppable page and what only it made reachable (INV-325)."""
         if page.primary is not None:
             page.primary.pool.dropped += 1
-        self._end_with_descendants(page)
+        if page.children is None:
+            self.end_page(page)
+        else:
+            self._end_with_descendants(page)
 
     def _end_with_descendants(self, page: Page) -> None:
         stack = page.child_list()
@@ -682,28 +785,48 @@ class Transitions:
 
     def end_page(self, page: Page) -> None:
         """Free all slots of a page, copies first, so that no dying write is promoted (INV-519)."""
-        if page.state is PageState.COMMITTED:
-            assert page.key is not None
+        if page.state is _COMMITTED:
             self.index.remove(page)
-            self.note("removed", page)
+            if self.spec.events:
+                self.note("removed", page)
             if self.counts_uses:
                 self._remember_uses(page)
-        if page.parent is not None:
-            page.parent.remove_child(page)
+        parent = page.parent
+        if parent is not None:
+            if parent.children is page:
+                parent.children = None
+            else:
+                parent.remove_child(page)
             page.parent = None
         page.children = None
-        copies = page.slots[1:] if self._primary_is_real(page) else page.slots
-        for slot in reversed(copies):
-            self.end_copy(slot, CopyEnd.DIED)
-        if page.primary is not None:
-            slot = self.unbind_primary(page)
-            slot.page = None
-            self.release(slot)
-        page.set_state(PageState.DEAD)
+        primary = page.primary
+        if primary is not None and (primary.colder is not None or not self._is_primary(primary)):
+            copies = page.slots[1:] if self._is_primary(primary) else page.slots
+            for slot in reversed(copies):
+                self.end_copy(slot, CopyEnd.DIED)
+            primary = page.primary
+        if primary is not None:
+            pool = primary.pool
+            if primary.lane is not None:
+                pool.policy.remove(primary)
+            page.primary = primary.page = None
+            pool.primaries -= 1
+            if primary.write is not None:
+                self.detach_move(primary.write)
+            pool.release(primary)
+        if page.state is _DEAD:
+            page.set_state(_DEAD)  # raises: a page ends once
+        page.state = _DEAD
         self.page_count -= 1
 
     def _primary_is_real(self, page: Page) -> bool:
-        return page.primary is not None and not page.primary.pool.copies.has(page.primary)
+        return page.primary is not None and self._is_primary(page.primary)
+
+    @staticmethod
+    def _is_primary(slot: Slot) -> bool:
+        """Tell whether an owned slot is no copy: it is in no queue, or in that of a policy."""
+        lane = slot.lane
+        return lane is None or lane.owner is slot.pool.policy
 
     def _remember_uses(self, page: Page) -> None:
         assert page.key is not None

@@ -768,6 +768,7 @@ def describe(plan: Any) -> Any:
             group.reclaims,
             group.take_backs,
             group.evicts,
+            group.evict_levels,
             group.relocates,
             group.restores,
             group.grow,

@@ -112,6 +112,13 @@ class LruPolicy:
             held, droppable = self._held[priority], self._droppable[priority]
             next_held: Slot | Lane = held.next
             next_droppable: Slot | Lane = droppable.next
+            if next_held is held or held_limit <= 0:  # the usual case: nothing to merge
+                missing = count - len(victims)
+                while missing and next_droppable is not droppable:
+                    if next_droppable not in excluded:
+                        victims.append(next_droppable)  # type: ignore[arg-type]
+                        missing -= 1
+                    next_droppable = next_droppable.next  # type: ignore[assignment]
             while len(victims) < count:
                 has_held = next_held is not held and held_limit > 0
                 if next_droppable is not droppable and not (

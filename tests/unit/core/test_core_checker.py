@@ -99,7 +99,7 @@ def skip_without_reason(driver: Any) -> None:
 
 def early_start(driver: Any) -> None:
     move = next(iter(driver.tables.moves))
-    move.waits.append(driver.tables.new_fence())
+    move.waits = [driver.tables.new_fence()]
 
 
 def forgotten_page(driver: Any) -> None:

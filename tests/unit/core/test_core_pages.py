@@ -325,3 +325,15 @@ def test_calls_in_a_wrong_state_do_nothing(make: Any, block_key: Any) -> None:
         driver.tables.move_done(move)
     with pytest.raises(LogicError):
         driver.tables.plan_prefetch([[]], 0)
+
+
+def test_an_adopted_slot_that_was_freed_is_handed_out_once():
+    """INV-304, INV-921: recovery leaves the entry in the ready list; it is skipped later."""
+    pool = Pool(0, 0, 2, LruPolicy(), CopyQueue())
+    adopted = pool.adopt(1, 5)
+    assert adopted is not None
+    pool.release(adopted)
+    slots, owners = pool.allocate_many(2)
+    assert sorted(slot.slot_id for slot in slots) == [0, 1]
+    assert owners == [None, None]
+    assert pool.ready_count == 0
