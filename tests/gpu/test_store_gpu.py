@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -128,5 +130,126 @@ def test_a_failed_read_behind_the_gate_is_poison_and_voids_the_step(
             else:
                 pytest.fail("the gate was never used")
             assert store.probe(tokens) <= failed * BLOCK
+
+    on_loop(body)
+
+
+FAULTS = 10_000
+FAULT_PAGE_BYTES, FAULT_BLOCKS = 16 << 10, 8
+KINDS = ("errno", "zero", "deadline", "cancel")
+
+
+@pytest.mark.timeout(150)
+def test_ten_thousand_faults_behind_the_gate(
+    cuda: Any, torch_cuda: Any, on_loop: Any, tmp_path: Path, record: Any
+) -> None:
+    """INV-204, INV-219, INV-220: no stream hangs, no other session sees a page that failed.
+
+    Each round computes a request, which pushes older ones to disk, and restores one of those
+    behind the gate while its reads from some block on fail, end early, pass their deadline, or
+    lose their session.
+    """
+    cuda.close()
+    config = kvstore.StoreConfig(
+        block_tokens=BLOCK,
+        pool_groups=(kvstore.PoolGroupConfig("full", page_bytes=FAULT_PAGE_BYTES),),
+        device=kvstore.DeviceTierConfig(
+            device="cuda:0", gpu_cache_size=2 * FAULT_BLOCKS * FAULT_PAGE_BYTES
+        ),
+        disk=kvstore.DiskTierConfig(
+            disk_cache_size=1024 * (FAULT_PAGE_BYTES + 4096), disk_cache_path=str(tmp_path / "kv")
+        ),
+    )
+    seen = dict.fromkeys(KINDS, 0)
+    counts = {"rounds": 0, "gated": 0, "poisoned": 0, "longest_s": 0.0}
+
+    def tokens_of(number: int) -> list[int]:
+        return list(range(number * 1000, number * 1000 + BLOCK * FAULT_BLOCKS))
+
+    async def body(_waiting: Any) -> None:
+        torch = torch_cuda
+        stream = torch.cuda.current_stream()
+        async with kvstore.open_store(config) as store:
+            pool = store.device_pool("full").as_tensor().reshape(-1, FAULT_PAGE_BYTES)
+
+            def values(number: int) -> Any:
+                blocks = torch.arange(FAULT_BLOCKS, device="cuda")
+                return ((number * FAULT_BLOCKS + blocks) % 251).to(torch.uint8)[:, None]
+
+            async def compute(number: int) -> None:
+                tokens = tokens_of(number)
+                async with store.session(tokens) as session:
+                    await session.resume(stream)
+                    await session.grow(len(tokens))
+                    slots = torch.from_numpy(session.page_table("full")).long().cuda()
+                    pool[slots] = values(number).expand(-1, FAULT_PAGE_BYTES)
+                    session.commit(tokens)
+                    event = torch.cuda.Event()
+                    event.record()
+                    session.suspend(event)
+                await store.step(event)
+
+            async def break_restore(number: int, kind: str, first: int) -> None:
+                tokens, count = tokens_of(number), FAULT_BLOCKS - first
+                action = kind if kind in {"errno", "zero"} else "hold"
+                rule = store.engine.inject(
+                    FaultRule(
+                        action=action, argument=5, opcode=Opcode.READ, skip=first, count=count
+                    )
+                )
+                begin = time.perf_counter()
+                session = await store.session(tokens).__aenter__()
+                try:
+                    deadline = 0.02 if kind == "deadline" else None
+                    restore = await session.resume(stream, gated=True, deadline=deadline)
+                    if not restore.is_gated:
+                        return
+                    table = session.page_table("full")
+                    if kind == "cancel":
+                        await asyncio.sleep(0.002)
+                        await session.aclose()
+                    slots = torch.from_numpy(table).long().cuda()
+                    pages = pool[slots]
+                    stream.synchronize()  # behind the gate: returns, whatever became of the read
+                    counts["longest_s"] = max(counts["longest_s"], time.perf_counter() - begin)
+                    counts["gated"] += 1
+                    seen[kind] += count
+                    if kind == "cancel":
+                        return
+                    with pytest.raises(kvstore.PagesLost):
+                        await restore
+                    failed = {block for _group, block in restore.failed_pages}
+                    assert failed
+                    assert min(failed) * BLOCK == restore.first_failed_token
+                    if kind != "deadline":  # poison is best effort there (INV-205)
+                        assert set(range(first, FAULT_BLOCKS)) == failed
+                        good = (pages == values(number)).all(dim=1).cpu()
+                        poison = (pages == 255).all(dim=1).cpu()
+                        assert bool(good[:first].all())
+                        assert bool(poison[first:].all())
+                        counts["poisoned"] += count
+                finally:
+                    rule.release()
+                    await session.aclose()
+                if kind in {"errno", "zero"}:
+                    assert store.probe(tokens) <= first * BLOCK
+
+            number = 0
+            while sum(seen.values()) < FAULTS and counts["rounds"] < 4 * FAULTS:
+                await compute(number)
+                old = number - 6
+                if old >= 0 and store.probe(tokens_of(old)) == BLOCK * FAULT_BLOCKS:
+                    kind = KINDS[number % 2] if number % 16 else KINDS[2 + number // 16 % 2]
+                    await break_restore(old, kind, number % FAULT_BLOCKS)
+                    async with store.session(tokens_of(old)) as session:  # what others are given
+                        restore = await session.resume(stream)
+                        count = restore.valid_tokens // BLOCK
+                        slots = torch.from_numpy(session.page_table("full")[:count]).long().cuda()
+                        assert bool((pool[slots] == values(old)[:count]).all())
+                number += 1
+                counts["rounds"] += 1
+            assert store.health() in {"ok", "degraded"}
+        record(**counts, faults=seen)
+        assert sum(seen.values()) >= FAULTS
 
     on_loop(body)
