@@ -134,7 +134,7 @@ def test_a_failed_read_behind_the_gate_is_poison_and_voids_the_step(
     on_loop(body)
 
 
-FAULTS = 10_000
+FAULTS, STORES = 10_000, 10
 FAULT_PAGE_BYTES, FAULT_BLOCKS = 16 << 10, 8
 KINDS = ("errno", "zero", "deadline", "cancel")
 
@@ -200,7 +200,7 @@ def test_ten_thousand_faults_behind_the_gate(
                 begin = time.perf_counter()
                 session = await store.session(tokens).__aenter__()
                 try:
-                    deadline = 0.02 if kind == "deadline" else None
+                    deadline = {"deadline": 0.02, "cancel": 0.05}.get(kind)
                     restore = await session.resume(stream, gated=True, deadline=deadline)
                     if not restore.is_gated:
                         return
@@ -229,15 +229,15 @@ def test_ten_thousand_faults_behind_the_gate(
                         assert bool(poison[first:].all())
                         counts["poisoned"] += count
                 except kvstore.DeadlineError:
-                    assert kind == "deadline"  # the gate was busy, the restore was awaited
+                    assert kind in {"deadline", "cancel"}  # the gate was busy: it was awaited
                 finally:
                     rule.release()
                     await session.aclose()
                 if kind in {"errno", "zero"}:
                     assert store.probe(tokens) <= first * BLOCK
 
-            number = 0
-            while sum(seen.values()) < FAULTS and counts["rounds"] < 4 * FAULTS:
+            number, goal = 0, sum(seen.values()) + FAULTS // STORES
+            while sum(seen.values()) < goal:
                 await compute(number)
                 old = number - 6
                 if old >= 0 and store.probe(tokens_of(old)) == BLOCK * FAULT_BLOCKS:
@@ -251,7 +251,8 @@ def test_ten_thousand_faults_behind_the_gate(
                 number += 1
                 counts["rounds"] += 1
             assert store.health() in {"ok", "degraded"}
-        record(**counts, faults=seen)
-        assert sum(seen.values()) >= FAULTS
 
-    on_loop(body)
+    for _ in range(STORES):  # each within the watchdog
+        on_loop(body)
+    record(**counts, faults=seen)
+    assert sum(seen.values()) >= FAULTS
