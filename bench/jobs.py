@@ -63,6 +63,14 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * _SIZE_UNITS[found[2].lower()])
 
 
+def parse_file_size(text: str) -> int:
+    """Return bytes above 0, as `parse_size`."""
+    size = parse_size(text)
+    if size == 0:
+        raise _bad("must be above 0", text)
+    return size
+
+
 def parse_time(text: str) -> float:
     """Return seconds: ``10``, ``500ms``, ``2m``."""
     found = _TIME.match(text.strip())
@@ -278,7 +286,7 @@ OPTIONS: dict[str, Option] = {
     "bssplit": Option(parse_bssplit, "mixed block sizes: size/percent:..., or read,write"),
     "directory": Option(str, "the only place where files are made; needed"),
     "filename": Option(str, "file inside the directory, shared by all clones (default: one each)"),
-    "size": Option(parse_size, "bytes of the file, and to transfer unless time_based"),
+    "size": Option(parse_file_size, "bytes of the file, and to transfer unless time_based"),
     "iodepth": Option(integer(1, 65536), "transfers kept open per job (default 1)"),
     "queue_ahead": Option(
         integer(0, 65536), "transfers waiting in the engine beyond iodepth (default 0, as fio)"

@@ -235,3 +235,11 @@ def test_shipped_job_file_parses():
     path = Path(kvstore_bench.__file__).parent / "data" / "priorities.fio"
     jobs, _ = parse_command_line(["--directory=/d", str(path)])
     assert ["restore", "evict", "write-through"] == [job.name for job in jobs]
+
+
+def test_size_zero_is_one_line_before_anything_is_printed():
+    """A size of 0 names the option and exits with 2."""
+    result = run("--rw=randread", "--bs=64k", "--directory=.", "--size=0")
+    assert 2 == result.exit_code
+    assert result.stdout == ""
+    assert "kvstore-bench: error: --size: must be above 0, got '0'" == result.stderr.strip()
