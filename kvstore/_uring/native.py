@@ -128,8 +128,9 @@ class CompletionQueue:
 
         Shapes: ``handler(records, all_good)`` gets (n,) of `RECORD_DTYPE`, all records of the range
         in one wake-up, valid during the call; ``all_good``: each is verdict and end, with status
-        OK (it may be False when others of the wake-up are not). For callers that keep many transfers open and answer
-        them in batches; a callback per record costs more than the transfer at 16 KiB.
+        OK (it may be False when others of the wake-up are not). For callers that keep many
+        transfers open and answer them in batches; a callback per record costs more than the
+        transfer at 16 KiB.
         """
         check_int("count", count, 1)
         first = self._next_bulk
