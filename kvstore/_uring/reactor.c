@@ -287,6 +287,7 @@ static void prepare(kvs_engine *engine, const kvs_dispatch *run) {
         io_uring_sqe_set_data64(sqe, run->piece);
         return;
     }
+    if (run->source) kvs_fault_fill(run);
     void *memory = (void *)(uintptr_t)run->address;
     int slab = reactor->fixed_buffers[at] ? find_slab(reactor, run->address, run->length) : -1;
     bool is_read = run->opcode == KVS_OP_READ;

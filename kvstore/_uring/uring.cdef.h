@@ -441,14 +441,21 @@ typedef struct {
     uint32_t setup_flags, features, ring_entries, fixed_files, fixed_buffers, threads, cloned;
 } kvs_engine_counts;
 
-/* What the fault shim does to the pieces that match; the test kit's rules, for every engine. */
+/* What the fault shim does to the pieces that match; the test kit's rules, for every engine. The
+   last four report success, as a device does that has lost or misplaced a write. */
 enum {
     KVS_FAULT_ERRNO = 1, /* argument: errno; the piece never reaches the device */
     KVS_FAULT_SHORT = 2, /* argument: bytes; the rest is not transferred */
     KVS_FAULT_ZERO = 3,  /* as at the end of a file */
     KVS_FAULT_DELAY = 4, /* argument: nanoseconds between device and engine */
     KVS_FAULT_HOLD = 5,  /* never, until the rule is released */
-    KVS_FAULT_FLIP = 6   /* argument: bit number in the piece, flipped after a read */
+    KVS_FAULT_FLIP = 6,  /* argument: bit number in the piece; wrong in memory after a read, wrong
+                            on the disk and right in memory after a write */
+    KVS_FAULT_TORN = 7,      /* writes; argument: bytes that arrive, rounded down to 4 KiB */
+    KVS_FAULT_SECTORS = 8,   /* writes; argument: sector i of 4 KiB arrives if bit i % 32 is set */
+    KVS_FAULT_LOST = 9,      /* writes; nothing arrives */
+    KVS_FAULT_MISDIRECT = 10 /* argument: bytes, the distance from the right place in the file; a
+                                piece that would begin before the file never reaches the device */
 };
 
 typedef struct {
