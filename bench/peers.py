@@ -31,6 +31,8 @@ from .jobs import GIB, JobSpec
 from .memory import open_memory
 
 PSYNC_JOBS = 16
+#: What waits in our engines behind the bytes in the device: the disk's work of one turn of a loop.
+QUEUED_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,24 +216,26 @@ def job_of(work: Workload, ioengine: str, **changes: Any) -> JobSpec:
 
 
 def queued(work: Workload) -> dict[str, Any]:
-    """Return the job fields that keep fio's depth in the device and as much waiting behind it.
+    """Return the job fields that keep fio's depth in the device and a little waiting behind it.
 
     The bound is in bytes, so the bytes in the device are those of fio; what waits in the engine
-    is taken by the reactor without a turn of the loop, as the pages of a restore are.
+    is taken by the reactor without a turn of the loop, as the pages of a restore are. It is as
+    much as the disk moves during such a turn, and no more: waiting transfers have memory too, and
+    memory beyond fio's costs cache.
     """
     bound = work.iodepth * work.bs
     return {
-        "queue_ahead": work.iodepth,
+        "queue_ahead": max(2, min(work.iodepth, QUEUED_BYTES // work.bs)),
         "inflight_bytes": bound,
         "required_inflight_bytes": bound,
     }
 
 
-def own_rival(ioengine: str, *, is_queued: bool = False) -> Rival:
-    """Return one of the engines of this package, in fio's closed loop or with work waiting."""
+def own_rival(ioengine: str, *, is_closed: bool = False) -> Rival:
+    """Return one of the engines of this package, with work waiting or in fio's closed loop."""
 
     def run(work: Workload) -> Measurement:
-        changes = queued(work) if is_queued else {}
+        changes = {} if is_closed else queued(work)
         result = asyncio.run(run_jobs([job_of(work, ioengine, **changes)]))
         entry = run_json(result)["jobs"][0]
         if entry["error"]:
@@ -252,7 +256,7 @@ def own_rival(ioengine: str, *, is_queued: bool = False) -> Rival:
             notes=list(entry["kvstore"]["warnings"]),
         )
 
-    name = f"kvstore-{ioengine}{'-queued' if is_queued else ''}"
+    name = f"kvstore-{ioengine}{'-closed' if is_closed else ''}"
     return Rival(name=name, caching="direct", check=_nothing, run=run)
 
 
@@ -568,9 +572,9 @@ def all_rivals(fio: str) -> list[Rival]:
     return [
         fio_rival(fio, "io_uring"),
         own_rival("io_uring"),
-        own_rival("io_uring", is_queued=True),
+        own_rival("io_uring", is_closed=True),
         own_rival("threads"),
-        own_rival("threads", is_queued=True),
+        own_rival("threads", is_closed=True),
         own_rival("serial"),
         fio_rival(fio, "psync"),
         Rival(name="executor", caching="buffered", check=_nothing, run=_executor_run),

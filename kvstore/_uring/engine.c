@@ -19,6 +19,19 @@
 
 void kvs_engine_lock(kvs_engine *engine) { pthread_mutex_lock(&engine->lock); }
 
+void kvs_engine_open(kvs_engine *engine) {
+    if (kvs_engine_has_work(engine, true)) pthread_cond_signal(&engine->work);
+    pthread_mutex_unlock(&engine->lock);
+}
+
+void kvs_engine_tell(kvs_out *out) {
+    for (uint32_t i = 0; i < out->count; i++) {
+        kvs_cq_wake(out->queues[i]);
+        kvs_cq_release(out->queues[i]);
+    }
+    out->count = 0;
+}
+
 void kvs_engine_unlock(kvs_engine *engine, kvs_out *out) {
     bool doorbell = false;
     bool timer = kvs_engine_next_timer(engine) < engine->awake_at;
@@ -34,11 +47,7 @@ void kvs_engine_unlock(kvs_engine *engine, kvs_out *out) {
     }
     pthread_mutex_unlock(&engine->lock);
     if (doorbell) kvs_reactor_ring_doorbell(engine);
-    for (uint32_t i = 0; i < out->count; i++) {
-        kvs_cq_wake(out->queues[i]);
-        kvs_cq_release(out->queues[i]);
-    }
-    out->count = 0;
+    kvs_engine_tell(out);
     out->kick = false;
 }
 

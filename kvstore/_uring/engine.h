@@ -139,6 +139,9 @@ struct kvs_engine {
 /* Opening the lock wakes whoever has to act: completion queues, executor, helper. */
 void kvs_engine_lock(kvs_engine *engine);
 void kvs_engine_unlock(kvs_engine *engine, kvs_out *out);
+/* The two halves of it for the reactor, which hands pieces over before it wakes the loop. */
+void kvs_engine_open(kvs_engine *engine);
+void kvs_engine_tell(kvs_out *out);
 
 /* All of these are called under the lock. */
 bool kvs_engine_take(kvs_engine *engine, uint64_t now_ns, kvs_dispatch *run);

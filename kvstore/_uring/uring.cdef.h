@@ -24,8 +24,13 @@ void kvs_cq_retain(kvs_cq *cq);
 void kvs_cq_release(kvs_cq *cq);
 /* Posts after close are dropped. A poster holds a reference. Never fails, never blocks on I/O. */
 void kvs_cq_post(kvs_cq *cq, uint64_t token, int32_t status, uint32_t flags, uint64_t value);
+/* What a batch of records has in common, so that the usual one needs no look at each. */
+typedef struct {
+    uint64_t least_token, greatest_token;
+    uint32_t all_good; /* each is a verdict and an end, with status 0 */
+} kvs_batch;
 /* Takes up to `count` records; the descriptor stays readable while records are left. */
-uint32_t kvs_cq_reap(kvs_cq *cq, kvs_record *records, uint32_t count);
+uint32_t kvs_cq_reap(kvs_cq *cq, kvs_record *records, uint32_t count, kvs_batch *batch);
 void kvs_cq_close(kvs_cq *cq);
 int kvs_cq_fd(const kvs_cq *cq);
 uint64_t kvs_cq_wakeups(kvs_cq *cq);
