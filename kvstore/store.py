@@ -743,6 +743,11 @@ class KVStore:
             for level, blocks in match.blocks_by_level().items()
         }
 
+    @property
+    def has_active(self) -> bool:
+        """Whether any session is active, so that its locks may go without anything moving."""
+        return any(session.state == "active" for session in self._sessions)
+
     def adopt(self, session: Session) -> None:
         """Note that a session is open."""
         self._sessions.add(session)

@@ -574,6 +574,16 @@ class Tables(Transitions):
         held = policy.held_count if level < self.last_level else 0
         return policy.droppable_count + held
 
+    def usable_count(self, level: int, group: int) -> int:
+        """Return the slots of a pool that no stalled transfer keeps from everybody (INV-119)."""
+        pool = self.pools[level][group]
+        return pool.total - len(pool.stalled)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether transfers have stalled and nothing else moves: no room will come by itself."""
+        return 0 < len(self.stalled_moves) == len(self.moves)
+
     def available_count(self, level: int, group: int) -> int:
         """Return free + evictable + copies: what a plan can get (INV-803).
 
