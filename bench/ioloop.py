@@ -37,13 +37,11 @@ from .pattern import Pattern
 Clock = Callable[[], int]
 
 _FINAL = int(CompletionFlag.VERDICT | CompletionFlag.END)
-#: Status and flags of a completion record as one number, and that of a good one.
-_OUTCOME_DTYPE = np.dtype(
-    {"names": ["token", "outcome"], "formats": ["<i8", "<u8"], "offsets": [0, 16], "itemsize": 24}
-)
-_GOOD = np.uint64(_FINAL << 32 | OK)
-#: Transfers of one call to the engine when a turn answers many.
-PART = 8
+#: The tokens of completion records as signed numbers, which index arrays.
+_TOKEN_DTYPE = np.dtype({"names": ["token"], "formats": ["<i8"], "itemsize": 24})
+#: Transfers of the first and of each later call to the engine when a turn answers many: the first
+#: call wakes the engine, which hands them over while the others are being prepared.
+FIRST_PART, PART = 4, 16
 #: Turns whose figures are counted together.
 _LOG_TURNS = 512
 _DEPTH_STEPS = (64, 32, 16, 8, 4, 2, 1)
@@ -333,11 +331,9 @@ class Lane:
         self._arrived.clear()
         self._complete(arrived[:, 0].astype(np.intp), arrived[:, 1], arrived[:, 2])
 
-    def _on_records(self, records: npt.NDArray[np.void]) -> None:
-        outcomes = records.view(_OUTCOME_DTYPE)
-        slots = outcomes["token"] - self._first_token
-        is_plain = self._is_simple and not (outcomes["outcome"] != _GOOD).any()
-        if is_plain and self._answer(slots):
+    def _on_records(self, records: npt.NDArray[np.void], all_good: bool) -> None:
+        slots = records.view(_TOKEN_DTYPE)["token"] - self._first_token
+        if all_good and self._is_simple and self._answer(slots):
             return
         self._complete(slots, records["status"].astype(np.int64), records["flags"].astype(np.int64))
 
@@ -354,13 +350,19 @@ class Lane:
         if offsets is None:
             return False
         now = self._clock_ns()
-        times = self._times[slots]
-        for start in range(0, count, PART):
-            part = slots[start : start + PART]
-            records = self._records[part]
-            records["offset"] = offsets[start : start + PART]
+        start, end = 0, FIRST_PART
+        sent = []
+        while start < count:
+            records = self._records[slots[start:end]]
+            records["offset"] = offsets[start:end]
             self._engine.submit(self._queue, records)
-            self._times[part] = (now, self._clock_ns())
+            sent.append((start, self._clock_ns()))
+            start, end = end, end + PART
+        times = self._times[slots]
+        again = np.full((count, 2), now, np.int64)
+        for start, sent_ns in sent:
+            again[start:, 1] = sent_ns
+        self._times[slots] = again
         self._count_depth(count)
         if now >= self.window_ns:
             self.last_ns = now

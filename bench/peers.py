@@ -7,6 +7,7 @@ they cannot run; nothing is installed or downloaded.
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import json
 import os
@@ -30,6 +31,8 @@ from .jobs import GIB, JobSpec
 from .memory import open_memory
 
 PSYNC_JOBS = 16
+#: What waits in our engines behind the bytes in the device: the disk's work of one turn of a loop.
+QUEUED_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,24 +216,26 @@ def job_of(work: Workload, ioengine: str, **changes: Any) -> JobSpec:
 
 
 def queued(work: Workload) -> dict[str, Any]:
-    """Return the job fields that keep fio's depth in the device and as much waiting behind it.
+    """Return the job fields that keep fio's depth in the device and a little waiting behind it.
 
     The bound is in bytes, so the bytes in the device are those of fio; what waits in the engine
-    is taken by the reactor without a turn of the loop, as the pages of a restore are.
+    is taken by the reactor without a turn of the loop, as the pages of a restore are. It is as
+    much as the disk moves during such a turn, and no more: waiting transfers have memory too, and
+    memory beyond fio's costs cache.
     """
     bound = work.iodepth * work.bs
     return {
-        "queue_ahead": work.iodepth,
+        "queue_ahead": max(2, min(work.iodepth, QUEUED_BYTES // work.bs)),
         "inflight_bytes": bound,
         "required_inflight_bytes": bound,
     }
 
 
-def own_rival(ioengine: str, *, is_queued: bool = False) -> Rival:
-    """Return one of the engines of this package, in fio's closed loop or with work waiting."""
+def own_rival(ioengine: str, *, is_closed: bool = False) -> Rival:
+    """Return one of the engines of this package, with work waiting or in fio's closed loop."""
 
     def run(work: Workload) -> Measurement:
-        changes = queued(work) if is_queued else {}
+        changes = {} if is_closed else queued(work)
         result = asyncio.run(run_jobs([job_of(work, ioengine, **changes)]))
         entry = run_json(result)["jobs"][0]
         if entry["error"]:
@@ -251,7 +256,7 @@ def own_rival(ioengine: str, *, is_queued: bool = False) -> Rival:
             notes=list(entry["kvstore"]["warnings"]),
         )
 
-    name = f"kvstore-{ioengine}{'-queued' if is_queued else ''}"
+    name = f"kvstore-{ioengine}{'-closed' if is_closed else ''}"
     return Rival(name=name, caching="direct", check=_nothing, run=run)
 
 
@@ -479,14 +484,97 @@ def _raw_block_run(work: Workload) -> Measurement:
     return result
 
 
+def _need_nixl() -> None:
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARNING")  # or each agent prints what it does
+    try:
+        importlib.import_module("nixl._api")
+    except ImportError as error:
+        raise Unavailable(f"nixl is not installed: {error}") from None
+
+
+def _nixl_run(work: Workload, queue: str) -> Measurement:
+    """NVIDIA's nixl, POSIX plugin on direct I/O: two requests of half the depth, one always open.
+
+    Its requests are batches, and progress needs polling: one thread polls both without a pause.
+    """
+    api = importlib.import_module("nixl._api")
+    name, backends = "kvstore-bench", ["POSIX"]
+    count = max(1, work.iodepth // 2)
+    memory = open_memory(2 * count * work.bs, work.memory)
+    blocks = work.size // work.bs
+    fd = os.open(work.path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+    try:
+        agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
+        if "POSIX" not in agent.get_plugin_list():
+            raise Unavailable("nixl has no POSIX plugin here")
+        agent.create_backend("POSIX", {queue: "true"})
+        registered = [
+            agent.register_memory(
+                [(memory.address, 2 * count * work.bs, 0, "")], "DRAM", backends=backends
+            ),
+            agent.register_memory([(0, work.size, fd, "")], "FILE", backends=backends),
+        ]
+        local = agent.prep_xfer_dlist(
+            "NIXL_INIT_AGENT",
+            [(memory.address + i * work.bs, work.bs, 0) for i in range(2 * count)],
+            "DRAM",
+            backends=backends,
+        )
+        remote = agent.prep_xfer_dlist(
+            name,
+            [(i * work.bs, work.bs, fd) for i in range(blocks)],
+            "FILE",
+            backends=backends,
+        )
+        tally, take = _Tally(work), _offsets(work, 0)
+
+        def post(half: int) -> tuple[int, Any, str, int]:
+            started = time.monotonic_ns()
+            request = agent.make_prepped_xfer(
+                "READ" if work.is_read else "WRITE",
+                local,
+                list(range(half * count, (half + 1) * count)),
+                remote,
+                [take() // work.bs for _ in range(count)],
+                backends=backends,
+                skip_desc_merge=True,
+            )
+            return half, request, agent.transfer(request), started
+
+        open_requests = [post(0), post(1)]
+        while open_requests:
+            half, request, status, started = open_requests.pop(0)
+            if status == "PROC":
+                status = agent.check_xfer_state(request)
+            if status == "PROC":
+                open_requests.append((half, request, status, started))
+                continue
+            agent.release_xfer_handle(request)
+            if status != "DONE":
+                raise Unavailable(f"nixl ended a transfer with {status}")
+            for _ in range(count):
+                tally.done(started)
+            if not tally.is_over:
+                open_requests.append(post(half))
+        for handle in (local, remote):
+            agent.release_dlist_handle(handle)
+        for descriptors in registered:
+            agent.deregister_memory(descriptors, backends=backends)
+    finally:
+        os.close(fd)
+    result = tally.measurement()
+    result.notes = ["one thread polls all the time"]
+    return result
+
+
 def all_rivals(fio: str) -> list[Rival]:
     """Return the rivals in the order of the table."""
     return [
         fio_rival(fio, "io_uring"),
         own_rival("io_uring"),
-        own_rival("io_uring", is_queued=True),
+        own_rival("io_uring", is_closed=True),
         own_rival("threads"),
-        own_rival("threads", is_queued=True),
+        own_rival("threads", is_closed=True),
         own_rival("serial"),
         fio_rival(fio, "psync"),
         Rival(name="executor", caching="buffered", check=_nothing, run=_executor_run),
@@ -499,5 +587,14 @@ def all_rivals(fio: str) -> list[Rival]:
             caching="direct",
             check=_need_module("lmcache_rust_raw_block_io"),
             run=_raw_block_run,
+        ),
+        *(
+            Rival(
+                name=f"nixl-posix-{queue}",
+                caching="direct",
+                check=_need_nixl,
+                run=functools.partial(_nixl_run, queue=f"use_{queue}"),
+            )
+            for queue in ("aio", "uring")
         ),
     ]

@@ -952,8 +952,8 @@ class Executor:
             self._tables.move_done(move)
         elif status == CANCELLED and job.is_cancelled:
             self._tables.move_cancelled(move)
-        elif job.loans is not None and job.landing < 0:
-            self._tables.move_failed(move, status, is_source_bad=False)
+        elif (job.loans is not None and job.landing < 0) or (job.is_gated and job.status == OK):
+            self._tables.move_failed(move, status, is_source_bad=False)  # INV-329: it was read well
         else:
             self._tables.move_failed(move, status)
         job.give_back()
@@ -1193,6 +1193,7 @@ class Executor:
         for move in moves:
             if self._tiers[move.source.level] is Tier.HOST:
                 job = self.jobs[move] = _Job(move)
+                job.is_gated = job.is_ended = True  # there is no transfer
                 by_group.setdefault(move.page.group, []).append(job)
                 self._copy_slots[job] = (move.target.slot_id, move.source.slot_id)
         for group, jobs in sorted(by_group.items()):
@@ -1232,7 +1233,9 @@ class Executor:
             job.is_gated = False
             self._push(job)  # the copy behind the gate took what lay there before
             return
-        self._end(job, job.status or job.copy_status)
+        status = job.status or job.copy_status
+        # A refused copy says nothing about the page: its waiters plan again, and await (INV-213).
+        self._end(job, RETRY if status == DEVICE_FAILED else status)
 
     def void(self, gated: Gated) -> None:
         """Note that the tickets are given up: open ones are published although their bytes are not

@@ -102,12 +102,18 @@ void kvs_cq_post(kvs_cq *cq, uint64_t token, int32_t status, uint32_t flags, uin
     if (kvs_cq_append(cq, token, status, flags, value)) kvs_cq_wake(cq);
 }
 
-uint32_t kvs_cq_reap(kvs_cq *cq, kvs_record *records, uint32_t count) {
+uint32_t kvs_cq_reap(kvs_cq *cq, kvs_record *records, uint32_t count, kvs_batch *batch) {
+    *batch = (kvs_batch){.least_token = UINT64_MAX, .all_good = 1};
     pthread_mutex_lock(&cq->lock);
     uint32_t taken = cq->count < count ? cq->count : count;
     for (uint32_t i = 0; i < taken; i++) {
-        records[i] = cq->records[cq->head];
+        const kvs_record *record = &cq->records[cq->head];
+        records[i] = *record;
         cq->head = (cq->head + 1) % cq->capacity;
+        if (record->token < batch->least_token) batch->least_token = record->token;
+        if (record->token > batch->greatest_token) batch->greatest_token = record->token;
+        if (record->status != 0 || record->flags != (KVS_FLAG_VERDICT | KVS_FLAG_END))
+            batch->all_good = 0;
     }
     cq->count -= taken;
     if (cq->count == 0) {

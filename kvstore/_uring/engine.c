@@ -13,10 +13,24 @@
 
 #include <signal.h>
 #include <stdio.h>
+#include <unistd.h>
 
 /* ---- locking, and what follows it ---- */
 
 void kvs_engine_lock(kvs_engine *engine) { pthread_mutex_lock(&engine->lock); }
+
+void kvs_engine_open(kvs_engine *engine) {
+    if (kvs_engine_has_work(engine, true)) pthread_cond_signal(&engine->work);
+    pthread_mutex_unlock(&engine->lock);
+}
+
+void kvs_engine_tell(kvs_out *out) {
+    for (uint32_t i = 0; i < out->count; i++) {
+        kvs_cq_wake(out->queues[i]);
+        kvs_cq_release(out->queues[i]);
+    }
+    out->count = 0;
+}
 
 void kvs_engine_unlock(kvs_engine *engine, kvs_out *out) {
     bool doorbell = false;
@@ -33,11 +47,7 @@ void kvs_engine_unlock(kvs_engine *engine, kvs_out *out) {
     }
     pthread_mutex_unlock(&engine->lock);
     if (doorbell) kvs_reactor_ring_doorbell(engine);
-    for (uint32_t i = 0; i < out->count; i++) {
-        kvs_cq_wake(out->queues[i]);
-        kvs_cq_release(out->queues[i]);
-    }
-    out->count = 0;
+    kvs_engine_tell(out);
     out->kick = false;
 }
 
@@ -317,6 +327,10 @@ void kvs_engine_work_done(kvs_engine *engine, kvs_transfer *transfer, int32_t st
 
 /* ---- pieces ---- */
 
+static bool is_write_fault(uint32_t action) {
+    return action == KVS_FAULT_TORN || action == KVS_FAULT_SECTORS || action == KVS_FAULT_LOST;
+}
+
 /* The first rule of the fault shim that takes this piece, or -1. */
 static int32_t match_rule(kvs_engine *engine, const kvs_piece *piece, const kvs_flight *flight,
                           uint32_t file_id) {
@@ -326,6 +340,7 @@ static int32_t match_rule(kvs_engine *engine, const kvs_piece *piece, const kvs_
         if (!rule->used) continue;
         if (fault->class_mask && !(fault->class_mask >> piece->io_class & 1)) continue;
         if (fault->opcode_mask && !(fault->opcode_mask >> piece->opcode & 1)) continue;
+        if (piece->opcode == KVS_OP_READ && is_write_fault(fault->action)) continue;
         if (fault->direct_mask && !(fault->direct_mask >> flight->direct & 1)) continue;
         if (fault->file_id >= 0 && (uint32_t)fault->file_id != file_id) continue;
         if (flight->offset >= fault->offset_high) continue;
@@ -337,6 +352,55 @@ static int32_t match_rule(kvs_engine *engine, const kvs_piece *piece, const kvs_
         return (int32_t)i;
     }
     return -1;
+}
+
+/* Bytes of a piece that a rule lets through. */
+static uint32_t let_through(const kvs_fault *fault, uint32_t length) {
+    bool cut = fault->action == KVS_FAULT_SHORT || fault->action == KVS_FAULT_TORN;
+    return cut && fault->argument < (int64_t)length ? (uint32_t)fault->argument & ~4095u : length;
+}
+
+/* Bends a piece to the rule that took it. */
+static void bend(const kvs_fault *fault, kvs_flight *flight, kvs_dispatch *run) {
+    run->length = let_through(fault, flight->length);
+    switch (fault->action) {
+    case KVS_FAULT_ERRNO:
+    case KVS_FAULT_ZERO:
+    case KVS_FAULT_LOST:
+        run->skip = true;
+        break;
+    case KVS_FAULT_MISDIRECT:
+        run->skip = fault->argument < 0 && (uint64_t)-fault->argument > run->offset;
+        run->offset += (uint64_t)fault->argument;
+        break;
+    case KVS_FAULT_FLIP:
+    case KVS_FAULT_SECTORS:
+        if (run->opcode == KVS_OP_READ) break;
+        flight->scratch = aligned_alloc(4096, ((size_t)run->length + 4095) & ~(size_t)4095);
+        run->skip = !flight->scratch; /* fails with ENOMEM */
+        run->source = run->address;
+        run->address = (uint64_t)(uintptr_t)flight->scratch;
+        run->fault = (uint8_t)fault->action;
+        run->argument = fault->argument;
+        break;
+    default:
+        run->skip = run->length == 0;
+    }
+}
+
+void kvs_fault_fill(const kvs_dispatch *run) {
+    uint8_t *scratch = (uint8_t *)(uintptr_t)run->address;
+    memcpy(scratch, (const void *)(uintptr_t)run->source, run->length);
+    if (run->fault == KVS_FAULT_FLIP) {
+        scratch[run->argument / 8 % run->length] ^= (uint8_t)(1u << run->argument % 8);
+        return;
+    }
+    for (uint32_t at = 0; at < run->length; at += 4096) {
+        uint32_t left = run->length - at, bytes = left < 4096 ? left : 4096;
+        if (run->argument >> at / 4096 % 32 & 1) continue;
+        ssize_t got = pread(run->fd, scratch + at, bytes, (off_t)(run->offset + at));
+        if (got < (ssize_t)bytes) memset(scratch + at, 0, bytes); /* was never written */
+    }
 }
 
 bool kvs_engine_take(kvs_engine *engine, uint64_t now_ns, kvs_dispatch *run) {
@@ -374,14 +438,7 @@ bool kvs_engine_take(kvs_engine *engine, uint64_t now_ns, kvs_dispatch *run) {
     };
     flight->rule =
         engine->rule_count ? match_rule(engine, &piece, flight, transfer->request.file_id) : -1;
-    if (flight->rule >= 0) {
-        const kvs_fault *fault = &engine->rules[flight->rule].fault;
-        run->skip = fault->action == KVS_FAULT_ERRNO || fault->action == KVS_FAULT_ZERO;
-        if (fault->action == KVS_FAULT_SHORT && fault->argument < (int64_t)run->length) {
-            run->length = (uint32_t)fault->argument & ~4095u;
-            run->skip = run->length == 0;
-        }
-    }
+    if (flight->rule >= 0) bend(&engine->rules[flight->rule].fault, flight, run);
     return true;
 }
 
@@ -447,6 +504,7 @@ void kvs_engine_back(kvs_engine *engine, uint32_t piece, int32_t result, uint64_
     if (flight->rule >= 0) {
         kvs_rule *rule = &engine->rules[flight->rule];
         int64_t argument = rule->fault.argument;
+        bool is_write = transfer_at(engine, flight->transfer)->request.opcode == KVS_OP_WRITE;
         assert(rule->flying > 0);
         rule->flying--;
         switch (rule->fault.action) {
@@ -460,9 +518,24 @@ void kvs_engine_back(kvs_engine *engine, uint32_t piece, int32_t result, uint64_
             if (argument < (int64_t)flight->length && result >= 0) result = (int32_t)argument;
             break;
         case KVS_FAULT_FLIP:
-            if (result > 0)
+        case KVS_FAULT_SECTORS:
+            if (is_write) result = flight->scratch ? result : -ENOMEM;
+            else if (result > 0)
                 ((uint8_t *)(uintptr_t)flight->address)[argument / 8 % result] ^=
                     (uint8_t)(1u << argument % 8);
+            free(flight->scratch);
+            flight->scratch = NULL;
+            break;
+        case KVS_FAULT_TORN:
+            if (result == (int32_t)let_through(&rule->fault, flight->length))
+                result = (int32_t)flight->length;
+            break;
+        case KVS_FAULT_LOST:
+            result = (int32_t)flight->length;
+            break;
+        case KVS_FAULT_MISDIRECT:
+            if (argument < 0 && (uint64_t)-argument > flight->offset)
+                result = (int32_t)flight->length;
             break;
         case KVS_FAULT_DELAY:
             hold_piece(engine, piece, result, now_ns + (uint64_t)argument, flight->rule);
@@ -856,8 +929,8 @@ void kvs_engine_free(kvs_engine *engine) {
 
 int kvs_engine_inject(kvs_engine *engine, const kvs_fault *fault) {
     int result = -ENOSPC;
-    assert(fault->action >= KVS_FAULT_ERRNO && fault->action <= KVS_FAULT_FLIP);
-    assert(fault->argument >= 0);
+    assert(fault->action >= KVS_FAULT_ERRNO && fault->action <= KVS_FAULT_MISDIRECT);
+    assert(fault->argument >= 0 || fault->action == KVS_FAULT_MISDIRECT);
     pthread_mutex_lock(&engine->lock);
     uint32_t at = 0;
     while (at < engine->rule_count && (engine->rules[at].used || engine->rules[at].flying)) at++;

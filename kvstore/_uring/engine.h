@@ -50,6 +50,7 @@ typedef struct {
     uint32_t tries; /* without progress */
     int32_t rule;   /* of the fault shim, -1: none */
     int32_t result; /* while held */
+    void *scratch;  /* what the fault shim writes in place of the memory, or NULL */
     bool direct, flying, paused;
 } kvs_flight;
 
@@ -65,7 +66,9 @@ typedef struct {
     uint32_t length, piece;
     int fd;
     uint32_t file_slot; /* of the ring's file table: file_id * 2, + 1 when buffered */
-    uint8_t opcode, io_class;
+    uint64_t source;    /* 0, or where the memory is: `address` is scratch yet to be filled */
+    int64_t argument;   /* of the fault, for the filling */
+    uint8_t opcode, io_class, fault;
     bool direct, skip; /* skip: the fault shim decides the result, the device sees nothing */
 } kvs_dispatch;
 
@@ -136,6 +139,9 @@ struct kvs_engine {
 /* Opening the lock wakes whoever has to act: completion queues, executor, helper. */
 void kvs_engine_lock(kvs_engine *engine);
 void kvs_engine_unlock(kvs_engine *engine, kvs_out *out);
+/* The two halves of it for the reactor, which hands pieces over before it wakes the loop. */
+void kvs_engine_open(kvs_engine *engine);
+void kvs_engine_tell(kvs_out *out);
 
 /* All of these are called under the lock. */
 bool kvs_engine_take(kvs_engine *engine, uint64_t now_ns, kvs_dispatch *run);
@@ -150,6 +156,8 @@ void kvs_engine_work_done(kvs_engine *engine, kvs_transfer *transfer, int32_t st
 
 /* Without the lock, by whoever popped the work. */
 int32_t kvs_work_perform(const kvs_transfer *transfer);
+/* Without the lock, before a piece with a `source` goes to the device. */
+void kvs_fault_fill(const kvs_dispatch *run);
 
 /* checksum.c */
 void kvs_seal(const kvs_submission *request);

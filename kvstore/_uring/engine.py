@@ -56,6 +56,10 @@ FAULT_ACTIONS = {
     "delay": lib.KVS_FAULT_DELAY,
     "hold": lib.KVS_FAULT_HOLD,
     "flip": lib.KVS_FAULT_FLIP,
+    "torn": lib.KVS_FAULT_TORN,
+    "sectors": lib.KVS_FAULT_SECTORS,
+    "lost": lib.KVS_FAULT_LOST,
+    "misdirected": lib.KVS_FAULT_MISDIRECT,
 }
 
 
@@ -63,9 +67,12 @@ FAULT_ACTIONS = {
 class FaultRule:
     """One rule of the fault shim: which pieces, and what happens to them. None selects all.
 
-    ``argument``: errno for ``errno``, bytes for ``short``, nanoseconds for ``delay``, the bit
-    number for ``flip`` (after a read). The first ``skip`` matches go through, then ``count`` are
-    affected (None: all). ``offset`` is a half-open range of the file that a piece overlaps.
+    ``argument``: errno for ``errno``, bytes for ``short`` and ``torn``, nanoseconds for ``delay``,
+    the bit number for ``flip``, a mask of 4 KiB sectors that arrive for ``sectors`` (bit i % 32),
+    the distance in bytes for ``misdirected``. ``torn``, ``sectors`` and ``lost`` apply to writes;
+    they, ``flip`` and ``misdirected`` report success. The first ``skip`` matches go through, then
+    ``count`` are affected (None: all). ``offset`` is a half-open range of the file that a piece
+    overlaps.
     """
 
     action: str

@@ -35,8 +35,9 @@ HUGE_PAGE_BYTES = 2 * MIB
 END = int(CompletionFlag.END)
 #: Tokens from here on belong to `CompletionQueue.bulk` ranges.
 BULK_TOKENS = 1 << 62
-#: Called on the loop with all records of one wake-up, valid during the call.
-BulkHandler = Callable[[npt.NDArray[np.void]], Any]
+#: Called on the loop with all records of one wake-up, valid during the call, and with whether each
+#: of them is a good end.
+BulkHandler = Callable[[npt.NDArray[np.void], bool], Any]
 
 
 def xxh3_64(buffer: Any) -> int:
@@ -63,6 +64,7 @@ class CompletionQueue:
 
     __slots__ = (
         "__weakref__",
+        "_batch",
         "_bulk",
         "_callbacks",
         "_handle",
@@ -85,6 +87,7 @@ class CompletionQueue:
         self._next_bulk = BULK_TOKENS
         self._records = np.zeros(REAP_RECORDS_MAX, RECORD_DTYPE)
         self._view = ffi.from_buffer("kvs_record[]", self._records, require_writable=True)
+        self._batch = ffi.new("kvs_batch *")
         loop.add_reader(lib.kvs_cq_fd(handle), self._on_readable)
 
     @property
@@ -123,9 +126,11 @@ class CompletionQueue:
     def bulk(self, count: int, handler: BulkHandler) -> int:
         """Reserve ``count`` consecutive tokens and return the first; END does not end them.
 
-        Shapes: ``handler(records)`` gets (n,) of `RECORD_DTYPE`, all records of the range in one
-        wake-up, valid during the call. For callers that keep many transfers open and answer
-        them in batches; a callback per record costs more than the transfer at 16 KiB.
+        Shapes: ``handler(records, all_good)`` gets (n,) of `RECORD_DTYPE`, all records of the range
+        in one wake-up, valid during the call; ``all_good``: each is verdict and end, with status
+        OK (it may be False when others of the wake-up are not). For callers that keep many
+        transfers open and answer them in batches; a callback per record costs more than the
+        transfer at 16 KiB.
         """
         check_int("count", count, 1)
         first = self._next_bulk
@@ -162,7 +167,7 @@ class CompletionQueue:
         """Copy a bounded batch out first, act on it afterwards."""
         if self._handle is None:
             return
-        count = lib.kvs_cq_reap(self._handle, self._view, REAP_RECORDS_MAX)
+        count = lib.kvs_cq_reap(self._handle, self._view, REAP_RECORDS_MAX, self._batch)
         records = self._records[:count]
         if self._bulk:
             records = self._handle_bulk(records)
@@ -180,22 +185,26 @@ class CompletionQueue:
 
     def _handle_bulk(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
         """Hand each range its records and return those that have a callback of their own."""
-        tokens = records["token"]
-        in_bulk = tokens >= BULK_TOKENS
-        if not in_bulk.any():
+        least, greatest = self._batch.least_token, self._batch.greatest_token
+        if not len(records) or greatest < BULK_TOKENS:
             return records
+        all_good = bool(self._batch.all_good)
+        for first, (count, handler) in self._bulk.items():
+            if first <= least and greatest < first + count:  # the usual case, without arrays
+                self._call_bulk(handler, records, all_good=all_good)
+                return records[:0]
+        tokens = records["token"]
         for first, (count, handler) in list(self._bulk.items()):
             mine = (tokens >= first) & (tokens < first + count)
-            if mine.all():
-                self._call_bulk(handler, records)
-                return records[:0]
             if mine.any():
-                self._call_bulk(handler, records[mine])
-        return records[~in_bulk]
+                self._call_bulk(handler, records[mine], all_good=all_good)
+        return records[tokens < BULK_TOKENS]
 
-    def _call_bulk(self, handler: BulkHandler, records: npt.NDArray[np.void]) -> None:
+    def _call_bulk(
+        self, handler: BulkHandler, records: npt.NDArray[np.void], *, all_good: bool
+    ) -> None:
         try:
-            handler(records)
+            handler(records, all_good)
         except Exception as error:  # noqa: BLE001 - one bad handler must not lose the others
             self._loop.call_exception_handler(
                 {"message": "a completion handler failed", "exception": error}

@@ -24,8 +24,13 @@ void kvs_cq_retain(kvs_cq *cq);
 void kvs_cq_release(kvs_cq *cq);
 /* Posts after close are dropped. A poster holds a reference. Never fails, never blocks on I/O. */
 void kvs_cq_post(kvs_cq *cq, uint64_t token, int32_t status, uint32_t flags, uint64_t value);
+/* What a batch of records has in common, so that the usual one needs no look at each. */
+typedef struct {
+    uint64_t least_token, greatest_token;
+    uint32_t all_good; /* each is a verdict and an end, with status 0 */
+} kvs_batch;
 /* Takes up to `count` records; the descriptor stays readable while records are left. */
-uint32_t kvs_cq_reap(kvs_cq *cq, kvs_record *records, uint32_t count);
+uint32_t kvs_cq_reap(kvs_cq *cq, kvs_record *records, uint32_t count, kvs_batch *batch);
 void kvs_cq_close(kvs_cq *cq);
 int kvs_cq_fd(const kvs_cq *cq);
 uint64_t kvs_cq_wakeups(kvs_cq *cq);
@@ -436,14 +441,21 @@ typedef struct {
     uint32_t setup_flags, features, ring_entries, fixed_files, fixed_buffers, threads, cloned;
 } kvs_engine_counts;
 
-/* What the fault shim does to the pieces that match; the test kit's rules, for every engine. */
+/* What the fault shim does to the pieces that match; the test kit's rules, for every engine. The
+   last four report success, as a device does that has lost or misplaced a write. */
 enum {
     KVS_FAULT_ERRNO = 1, /* argument: errno; the piece never reaches the device */
     KVS_FAULT_SHORT = 2, /* argument: bytes; the rest is not transferred */
     KVS_FAULT_ZERO = 3,  /* as at the end of a file */
     KVS_FAULT_DELAY = 4, /* argument: nanoseconds between device and engine */
     KVS_FAULT_HOLD = 5,  /* never, until the rule is released */
-    KVS_FAULT_FLIP = 6   /* argument: bit number in the piece, flipped after a read */
+    KVS_FAULT_FLIP = 6,  /* argument: bit number in the piece; wrong in memory after a read, wrong
+                            on the disk and right in memory after a write */
+    KVS_FAULT_TORN = 7,      /* writes; argument: bytes that arrive, rounded down to 4 KiB */
+    KVS_FAULT_SECTORS = 8,   /* writes; argument: sector i of 4 KiB arrives if bit i % 32 is set */
+    KVS_FAULT_LOST = 9,      /* writes; nothing arrives */
+    KVS_FAULT_MISDIRECT = 10 /* argument: bytes, the distance from the right place in the file; a
+                                piece that would begin before the file never reaches the device */
 };
 
 typedef struct {

@@ -17,6 +17,7 @@ struct kvs_workers {
 
 static int32_t perform(const kvs_dispatch *run) {
     if (run->skip) return 0;
+    if (run->source) kvs_fault_fill(run);
     void *memory = (void *)(uintptr_t)run->address;
     ssize_t result = run->opcode == KVS_OP_READ
                          ? pread(run->fd, memory, run->length, (off_t)run->offset)

@@ -36,10 +36,42 @@ METRICS: Final[dict[str, tuple[str, tuple[str, ...], str]]] = {
         ("engine", "fallback_reason"),
         "1; the labels name the disk engine in use and why it is not the first choice.",
     ),
+    "kvstore_io_warnings": (
+        "gauge",
+        (),
+        "What the engine does without; stats().engine.warnings says what.",
+    ),
+    "kvstore_io_threads": ("gauge", (), "Native threads of the engine."),
+    "kvstore_io_kernel_rings": ("gauge", (), "io_uring instances; 0 without any."),
+    "kvstore_io_ring_entries": ("gauge", (), "Pieces that may be in flight at once."),
     "kvstore_sessions": ("gauge", (), "Open sessions."),
     "kvstore_pages": ("gauge", (), "Pages the store knows."),
+    "kvstore_persistent_pages": (
+        "counter",
+        (),
+        "Pages written and synced, with persist_mode strict.",
+    ),
+    "kvstore_recovered_pages": ("counter", (), "Pages that the restart took in."),
+    "kvstore_recovery_free_slots": (
+        "counter",
+        ("reason",),
+        "Slots that the restart found free, by reason.",
+    ),
+    "kvstore_open_seconds": ("gauge", (), "How long opening took; the host tier may arrive later."),
+    "kvstore_host_mapped_bytes": (
+        "gauge",
+        (),
+        "Host memory mapped: tier, staging, bounce slots, slack.",
+    ),
+    "kvstore_host_parts_failed": (
+        "counter",
+        (),
+        "Parts of the host tier that were refused after opening.",
+    ),
+    "kvstore_host_numa_node": ("gauge", (), "The node the host tier is bound to, -1 without one."),
     "kvstore_matched_tokens": ("counter", ("level",), "Tokens found in the cache, by level."),
     "kvstore_restores": ("counter", (), "Restores started."),
+    "kvstore_restores_waited": ("counter", (), "Restores that waited for room."),
     "kvstore_lost_pages": ("counter", (), "Pages that were dropped although a session held them."),
     "kvstore_plans_refused": ("counter", (), "Plans refused because a level had no room."),
     "kvstore_pool_slots": ("gauge", ("level", "group"), "Slots of a pool group on a level."),
@@ -126,6 +158,11 @@ METRICS: Final[dict[str, tuple[str, tuple[str, ...], str]]] = {
     "kvstore_io_files": ("gauge", ("mode",), "Open slot files: direct, buffered."),
     "kvstore_io_registered_memory_bytes": ("gauge", (), "Memory registered with the ring."),
     "kvstore_io_huge_pages": ("gauge", (), "1 if the I/O memory lies on huge pages."),
+    "kvstore_io_registered_buffers": (
+        "gauge",
+        (),
+        "1 if the ring knows the I/O memory beforehand.",
+    ),
     "kvstore_io_wakeups": ("counter", (), "Wake-ups of the loop by completions."),
     "kvstore_io_submit_calls": ("counter", (), "Native submit calls, one per batch."),
     "kvstore_io_submit_seconds_max": ("gauge", (), "The longest single submit call so far."),
@@ -186,6 +223,10 @@ def _pool_samples(level: str, group: str, pool: PoolStats) -> Iterator[Sample]:
 def _engine_samples(stats: StoreStats) -> Iterator[Sample]:
     engine = stats.engine
     yield "kvstore_engine_info", (engine.engine, engine.fallback_reason), 1
+    yield "kvstore_io_warnings", (), len(engine.warnings)
+    yield "kvstore_io_threads", (), engine.threads
+    yield "kvstore_io_kernel_rings", (), engine.kernel_rings
+    yield "kvstore_io_ring_entries", (), engine.ring_entries
     yield "kvstore_gate_tickets", ("taken",), engine.tickets_taken
     yield "kvstore_gate_tickets", ("good",), engine.tickets_good
     yield "kvstore_gate_tickets", ("failed",), engine.tickets_failed
@@ -217,6 +258,7 @@ def _engine_samples(stats: StoreStats) -> Iterator[Sample]:
     yield "kvstore_io_files", ("buffered",), engine.buffered_files
     yield "kvstore_io_registered_memory_bytes", (), engine.registered_memory_bytes
     yield "kvstore_io_huge_pages", (), engine.huge_pages
+    yield "kvstore_io_registered_buffers", (), engine.registered_buffers
     yield "kvstore_io_wakeups", (), engine.wakeups
     yield "kvstore_io_submit_calls", (), engine.submit_calls
     yield "kvstore_io_submit_seconds_max", (), engine.submit_ns_max / 1e9
@@ -227,9 +269,19 @@ def samples(stats: StoreStats) -> Iterator[Sample]:
     yield "kvstore_up", (), stats.health == "ok"
     yield "kvstore_sessions", (), stats.sessions_open
     yield "kvstore_pages", (), stats.pages
+    yield "kvstore_persistent_pages", (), stats.persistent_pages
+    yield "kvstore_recovered_pages", (), stats.recovered_pages
+    for reason, count in stats.recovery_free_slots.items():
+        yield "kvstore_recovery_free_slots", (reason,), count
+    yield "kvstore_open_seconds", (), stats.open_seconds
+    yield "kvstore_host_mapped_bytes", (), stats.host_mapped_bytes
+    yield "kvstore_host_parts_failed", (), stats.host_parts_failed
+    node = stats.host_numa_node
+    yield "kvstore_host_numa_node", (), -1 if node is None else node
     for level, count in stats.matched_tokens_by_level.items():
         yield "kvstore_matched_tokens", (level,), count
     yield "kvstore_restores", (), stats.restores
+    yield "kvstore_restores_waited", (), stats.restores_waited
     yield "kvstore_lost_pages", (), stats.lost_pages
     yield "kvstore_plans_refused", (), stats.plans_refused
     for (level, group), pool in stats.pools.items():

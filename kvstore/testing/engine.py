@@ -348,8 +348,12 @@ class SimEngine:
             return 0
         length = min(piece.length, value) if kind is FaultKind.SHORT else piece.length
         offset = transfer.offset + piece.offset
+        if kind is FaultKind.LOST:
+            return length
         if kind is FaultKind.MISDIRECTED:
             offset += value
+            if offset < 0:  # before the file: lost
+                return length
         memory = transfer.memory()[piece.offset : piece.offset + length]
         file = self._files[transfer.file_id]
         if transfer.opcode is Opcode.READ:
@@ -362,6 +366,11 @@ class SimEngine:
             data[self._random.randrange(length)] ^= 1 << self._random.randrange(8)
         if kind is FaultKind.TORN:
             data = data[: min(value, length)]
+        if kind is FaultKind.SECTORS:
+            for at in range(0, length, ALIGNMENT_BYTES):
+                if value >> at // ALIGNMENT_BYTES % 32 & 1:
+                    file.write(offset + at, data[at : at + ALIGNMENT_BYTES])
+            return length
         file.write(offset, data)
         return length
 

@@ -27,9 +27,15 @@ class FaultKind(Enum):
     AGAIN = "again"  # reports -EAGAIN
     FLIP = "flip"  # moves everything, one bit of the data wrong, reports success
     TORN = "torn"  # a write: only the first value bytes reach the file, reports success
+    SECTORS = "sectors"  # a write: only 4 KiB sectors with bit i % 32 of value set, reports success
+    LOST = "lost"  # a write: nothing reaches the file, reports success
     MISDIRECTED = "misdirected"  # moves value bytes further on in the file, reports success
     NEVER = "never"  # no completion until `FaultPlan.release`
     LATE = "late"  # completes value nanoseconds later
+
+
+#: Kinds that let reads pass.
+WRITE_KINDS = frozenset({FaultKind.TORN, FaultKind.SECTORS, FaultKind.LOST})
 
 
 @dataclass(slots=True)
@@ -96,7 +102,7 @@ class FaultPlan:
     ) -> Fault | None:
         """Return the rule that applies to this dispatch, or None."""
         for fault in self.faults:
-            if fault.kind is FaultKind.TORN and opcode is not Opcode.WRITE:
+            if fault.kind in WRITE_KINDS and opcode is not Opcode.WRITE:
                 continue
             if fault.selects(io_class, opcode, file_id, offset, length):
                 return fault
@@ -137,6 +143,8 @@ class FaultPlan:
                 value = rng.choice([1, 511, 4096, 8192])
             elif kind in {FaultKind.TORN, FaultKind.MISDIRECTED}:
                 value = 4096 * rng.randrange(1, 4)
+            elif kind is FaultKind.SECTORS:
+                value = rng.getrandbits(32)
             elif kind is FaultKind.LATE:
                 value = rng.randrange(1_000_000, 2_000_000_000)
             plan.add(

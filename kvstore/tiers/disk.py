@@ -174,8 +174,13 @@ class OsSlotFiles:
         return fd
 
     def unlock(self, lock: int) -> None:
-        """Closing the descriptor ends the lock."""
-        os.close(lock)
+        """End the lock by name: a process forked meanwhile has a copy of the descriptor, and
+        closing ours alone would leave the directory locked as long as that lives (INV-923).
+        """
+        try:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        finally:
+            os.close(lock)
 
     def open(self, directory: str, name: str | None, size: int, direct: str) -> OpenFile:
         """Open through the probe; a file that cannot have its size is removed again."""

@@ -1,7 +1,9 @@
 """The comparison with fio: order, arithmetic, options; and the report made from its JSON."""
 
+import ctypes
 import json
 import os
+import sys
 import time
 
 import click.testing
@@ -344,3 +346,103 @@ def test_other_load_is_not_our_own():
         pass
     busy = others.cpus()
     assert 0.0 <= busy <= (os.cpu_count() or 1)
+
+
+class FakeNixl:
+    """The part of nixl's agent that the rival calls, over os.preadv: what is moved is real."""
+
+    def __init__(self, status: str = "DONE") -> None:
+        self.status = status
+        self.open: dict[str, int] = {"lists": 0, "requests": 0, "registered": 0}
+        self.moved: list[tuple[str, int, int]] = []
+
+    nixl_agent_config = staticmethod(lambda backends: backends)
+
+    def nixl_agent(self, name: str, _config: object) -> "FakeNixl":
+        self.name = name
+        return self
+
+    def get_plugin_list(self) -> list[str]:
+        return ["POSIX"]
+
+    def create_backend(self, name: str, options: dict[str, str]) -> None:
+        assert (name, options) == ("POSIX", {"use_aio": "true"})
+
+    def register_memory(self, regions: list, kind: str, backends: list[str]) -> object:
+        assert backends == ["POSIX"]
+        assert all(len(region) == 4 for region in regions)
+        self.open["registered"] += 1
+        return kind
+
+    def deregister_memory(self, _regions: object, backends: list[str]) -> None:
+        self.open["registered"] -= 1
+
+    def prep_xfer_dlist(self, side: str, rows: list, kind: str, backends: list[str]) -> list:
+        assert (side, kind) in {("NIXL_INIT_AGENT", "DRAM"), (self.name, "FILE")}
+        self.open["lists"] += 1
+        return rows
+
+    def release_dlist_handle(self, _rows: list) -> None:
+        self.open["lists"] -= 1
+
+    def make_prepped_xfer(self, operation, local, ours, remote, theirs, **options) -> list:
+        assert options == {"backends": ["POSIX"], "skip_desc_merge": True}
+        assert len(ours) == len(theirs)
+        self.open["requests"] += 1
+        rows = [(local[mine], remote[other]) for mine, other in zip(ours, theirs, strict=True)]
+        for (address, size, _), (offset, file_size, fd) in rows:
+            assert size == file_size
+            memory = (ctypes.c_char * size).from_address(address)
+            move = os.preadv if operation == "READ" else os.pwritev
+            assert move(fd, [memory], offset) == size
+            self.moved.append((operation, offset, size))
+        return rows
+
+    def transfer(self, _request: list) -> str:
+        return "PROC"
+
+    def check_xfer_state(self, _request: list) -> str:
+        return self.status
+
+    def release_xfer_handle(self, _request: list) -> None:
+        self.open["requests"] -= 1
+
+
+def nixl_rival() -> Rival:
+    return next(rival for rival in peers.all_rivals("fio") if rival.name == "nixl-posix-aio")
+
+
+def nixl_work(path, rw: str) -> Workload:
+    path.write_bytes(bytes(MIB))
+    return Workload(
+        path=path, size=MIB, rw=rw, bs=4096, iodepth=8, runtime=0.1, ramp_time=0, memory="small"
+    )
+
+
+@pytest.mark.parametrize("rw", ["randread", "randwrite"])
+def test_nixl_moves_blocks_of_the_file_and_gives_everything_back(monkeypatch, tmp_path, rw):
+    """Two requests of half the depth; what was registered and prepared is released."""
+    fake = FakeNixl()
+    monkeypatch.setitem(sys.modules, "nixl", fake)
+    monkeypatch.setitem(sys.modules, "nixl._api", fake)
+    rival = nixl_rival()
+    rival.check()
+    measured = rival.run(nixl_work(tmp_path / "data", rw))
+    assert measured.iops > 0
+    assert {0} == set(fake.open.values())
+    assert {rw[4:].upper()} == {operation for operation, _, _ in fake.moved}
+    assert all(offset % size == 0 for _, offset, size in fake.moved)
+    assert len({offset for _, offset, _ in fake.moved}) > 8
+
+
+def test_nixl_that_is_missing_or_fails_says_so(monkeypatch, tmp_path):
+    """A line instead of a row."""
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    with pytest.raises(Unavailable, match="nixl is not installed"):
+        nixl_rival().check()
+    fake = FakeNixl("ERR")
+    monkeypatch.setitem(sys.modules, "nixl", fake)
+    monkeypatch.setitem(sys.modules, "nixl._api", fake)
+    with pytest.raises(Unavailable, match="ended a transfer with ERR"):
+        nixl_rival().run(nixl_work(tmp_path / "data", "randread"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import errno
 
@@ -13,34 +12,21 @@ import pytest
 from kvstore._uring.base import Opcode
 from kvstore.config import HEADER_BYTES, IoClass, PoolGroupConfig
 from kvstore.errors import ConfigError, PagesLost
-from kvstore.testing import FaultPlan, SimClient, SimDevice, SimDisk, SimRig, sim_config
+from kvstore.testing import FaultPlan, SimDevice, SimDisk, sim_config
 
-BLOCK = 8
+from .opening import BLOCK, opened, tokens_of  # noqa: TID252
+
 READ, WRITE = Opcode.READ, Opcode.WRITE
-
-
-@contextlib.asynccontextmanager
-async def _open(config=None, **options):
-    """Open a simulated store; yields it with a client and its rig, checks what close leaves."""
-    config = config or sim_config()
-    rig = SimRig.create(config, **options)
-    async with rig.open(config) as store:
-        yield store, SimClient(store, rig, config), rig
-    rig.check_closed()
-
-
-def _tokens(blocks: int, base: int = 0) -> list[int]:
-    return list(range(base, base + blocks * BLOCK))
 
 
 async def test_c01_a_half_failed_batch_serves_exactly_the_blocks_that_were_read():
     """One unreadable block of six: the blocks before it are served right, nothing after it is."""
-    async with _open(sim_config(host_pages=0)) as (_, client, rig):
-        await client.put(_tokens(6))
+    async with opened(sim_config(host_pages=0)) as (_, client, rig):
+        await client.put(tokens_of(6))
         await client.flood(40)
         rig.faults.add("errno", errno.EIO, opcode=READ, nth=3)
-        history = client.history(_tokens(6))
-        async with client.session(_tokens(6)) as session:
+        history = client.history(tokens_of(6))
+        async with client.session(tokens_of(6)) as session:
             assert 6 * BLOCK == session.cached_tokens
             restore = await session.resume(client.stream)
             assert restore.valid_tokens < 6 * BLOCK
@@ -59,46 +45,46 @@ async def test_c01_a_half_failed_batch_serves_exactly_the_blocks_that_were_read(
 async def test_c01_short_of_room_nothing_half_read_is_visible():
     """With staging for two pages and poison in the landing slots six pages come back exact."""
     slot = 8192 + HEADER_BYTES
-    async with _open(sim_config(host_pages=0, io={"staging_bytes": 2 * slot})) as (_, client, rig):
-        await client.put(_tokens(6))
+    async with opened(sim_config(host_pages=0, io={"staging_bytes": 2 * slot})) as (_, client, rig):
+        await client.put(tokens_of(6))
         await client.flood(40)
-        assert 6 * BLOCK == await client.get(_tokens(6))
+        assert 6 * BLOCK == await client.get(tokens_of(6))
         assert 0 == rig.engine.stats().mismatches
 
 
 async def test_c02_a_block_is_invisible_until_it_is_committed():
     """Another session misses while the block is computed, and gets exact bytes after the commit."""
-    async with _open() as (store, client, _):
-        history = client.history(_tokens(2))
-        async with client.session(_tokens(2)) as session:
+    async with opened() as (store, client, _):
+        history = client.history(tokens_of(2))
+        async with client.session(tokens_of(2)) as session:
             await session.resume(client.stream)
             assert await client.grow(session, 2 * BLOCK)
             client.compute(session, history, duration_ns=10**9)
-            assert 0 == await client.get(_tokens(2))
-            async with client.session(_tokens(2)) as other:
+            assert 0 == await client.get(tokens_of(2))
+            async with client.session(tokens_of(2)) as other:
                 assert 0 == other.cached_tokens
-            session.commit(np.array(_tokens(2)))
-            async with client.session(_tokens(2)) as other:
+            session.commit(np.array(tokens_of(2)))
+            async with client.session(tokens_of(2)) as other:
                 assert 2 * BLOCK == other.cached_tokens
             session.suspend(client.stream.record())
-        assert 2 * BLOCK == await client.get(_tokens(2))
+        assert 2 * BLOCK == await client.get(tokens_of(2))
         assert store.stats().sessions_open == 0
 
 
 async def test_c03_eviction_waits_for_the_kernel_that_fills_the_block():
     """The copy out of the device is ordered behind the writing kernel, into every lower tier."""
-    async with _open() as (store, client, _):
-        history = client.history(_tokens(4))
-        async with client.session(_tokens(4)) as session:
+    async with opened() as (store, client, _):
+        history = client.history(tokens_of(4))
+        async with client.session(tokens_of(4)) as session:
             await session.resume(client.stream)
             assert await client.grow(session, 4 * BLOCK)
             client.compute(session, history, duration_ns=500_000_000)
-            session.commit(np.array(_tokens(4)))
+            session.commit(np.array(tokens_of(4)))
             session.suspend(client.stream.record())
         await client.flood(12)  # to the host
-        assert 4 * BLOCK == await client.get(_tokens(4))
+        assert 4 * BLOCK == await client.get(tokens_of(4))
         await client.flood(40)  # to the disk
-        assert 4 * BLOCK == await client.get(_tokens(4))
+        assert 4 * BLOCK == await client.get(tokens_of(4))
         assert store.stats().engine.mismatches == 0
 
 
@@ -106,11 +92,11 @@ async def test_c04_the_source_may_be_reused_only_when_its_bytes_are_safe():
     """Slow eviction writes: the device slots go to other requests, and each gets its own bytes."""
     plan = FaultPlan()
     plan.add("late", 50_000_000, opcode=WRITE, count=None)
-    async with _open(sim_config(host_pages=4), faults=plan) as (_, client, rig):
+    async with opened(sim_config(host_pages=4), faults=plan) as (_, client, rig):
         for number in range(8):
-            await client.put(_tokens(4, number * 1000))
+            await client.put(tokens_of(4, number * 1000))
         for number in reversed(range(8)):
-            assert await client.get(_tokens(4, number * 1000)) in {0, 32}
+            assert await client.get(tokens_of(4, number * 1000)) in {0, 32}
         assert client.model.checked_pages >= 32
         assert rig.engine.stats().mismatches == 0
         assert plan.hit_count > 0
@@ -118,12 +104,12 @@ async def test_c04_the_source_may_be_reused_only_when_its_bytes_are_safe():
 
 async def test_c04_a_write_that_fails_is_counted_and_visible():
     """A block whose eviction write failed is a miss, counted, and never another's bytes."""
-    async with _open(sim_config(host_pages=0)) as (store, client, rig):
-        await client.put(_tokens(4))
+    async with opened(sim_config(host_pages=0)) as (store, client, rig):
+        await client.put(tokens_of(4))
         rig.faults.add("errno", errno.EIO, opcode=WRITE, count=4)
         await client.flood(12)
         rig.faults.clear()
-        valid = await client.get(_tokens(4))
+        valid = await client.get(tokens_of(4))
         assert valid < 4 * BLOCK
         stats = store.stats()
         assert {errno.EIO: 4} == stats.engine.classes[IoClass.REQUIRED].errors
@@ -132,15 +118,15 @@ async def test_c04_a_write_that_fails_is_counted_and_visible():
 @pytest.mark.parametrize("failing", [0, 1])
 async def test_c05_two_writers_of_one_key_one_of_them_failing(failing):
     """Both orders: each reader gets the complete value or a miss, never a mixture."""
-    async with _open(sim_config(host_pages=0, disk_pages=24)) as (store, client, rig):
-        history = client.history(_tokens(3))
-        async with client.session(_tokens(3)) as first, client.session(_tokens(3)) as second:
+    async with opened(sim_config(host_pages=0, disk_pages=24)) as (store, client, rig):
+        history = client.history(tokens_of(3))
+        async with client.session(tokens_of(3)) as first, client.session(tokens_of(3)) as second:
             for session in (first, second):
                 await session.resume(client.stream)
                 assert await client.grow(session, 3 * BLOCK)
                 client.compute(session, history)
-            first.commit(np.array(_tokens(3)))
-            second.commit(np.array(_tokens(3)))
+            first.commit(np.array(tokens_of(3)))
+            second.commit(np.array(tokens_of(3)))
             client.verify(first, history, 3 * BLOCK)
             client.verify(second, history, 3 * BLOCK)
             await client.settle()
@@ -150,10 +136,10 @@ async def test_c05_two_writers_of_one_key_one_of_them_failing(failing):
         rig.faults.add("errno", errno.EIO, opcode=WRITE, nth=failing)
         await client.flood(12)
         rig.faults.clear()
-        valid = await client.get(_tokens(3))
+        valid = await client.get(tokens_of(3))
         assert valid in {0, BLOCK, 2 * BLOCK, 3 * BLOCK}
-        await client.put(_tokens(3))
-        assert 3 * BLOCK == await client.get(_tokens(3))
+        await client.put(tokens_of(3))
+        assert 3 * BLOCK == await client.get(tokens_of(3))
 
 
 FINGERPRINT = "model/rev1/bf16/hnd/tp0of2"
@@ -161,15 +147,15 @@ FINGERPRINT = "model/rev1/bf16/hnd/tp0of2"
 
 async def _restart(disk: SimDisk, config, blocks: int) -> int:
     """Open a store over what the last one left; returns how many tokens it serves."""
-    async with _open(config, disk=disk) as (_, client, _rig):
+    async with opened(config, disk=disk) as (_, client, _rig):
         await asyncio.sleep(5)
-        return await client.get(_tokens(blocks))
+        return await client.get(tokens_of(blocks))
 
 
 async def _persist(config) -> SimDisk:
     disk = SimDisk()
-    async with _open(config, disk=disk) as (store, client, _):
-        await client.put(_tokens(4))
+    async with opened(config, disk=disk) as (store, client, _):
+        await client.put(tokens_of(4))
         await store.aclose(flush=True)
     return disk
 
@@ -195,11 +181,11 @@ async def test_c06_after_a_new_epoch_nothing_comes_back():
     """bump_epoch and clear empty every tier, also for a store that is opened later (INV-925)."""
     config = sim_config(fingerprint=FINGERPRINT)
     disk = SimDisk()
-    async with _open(config, disk=disk) as (store, client, _):
-        await client.put(_tokens(4))
+    async with opened(config, disk=disk) as (store, client, _):
+        await client.put(tokens_of(4))
         await client.flood(40)
         await _maybe(store.bump_epoch())
-        assert 0 == await client.get(_tokens(4))
+        assert 0 == await client.get(tokens_of(4))
     assert 0 == await _restart(disk, config, 4)
 
 
@@ -212,21 +198,21 @@ async def test_c07_salts_share_nothing_anywhere():
     """Two salts, equal tokens: no hit across, in lookup, get, prefetch and after a restart."""
     config = sim_config(fingerprint=FINGERPRINT)
     disk = SimDisk()
-    async with _open(config, disk=disk) as (store, client, _):
-        await client.put(_tokens(4), b"tenant-a")
-        assert 0 == await client.get(_tokens(4), b"tenant-b")
-        assert 0 == await client.get(_tokens(4))
-        async with client.session(_tokens(4), salt=b"tenant-b") as session:
+    async with opened(config, disk=disk) as (store, client, _):
+        await client.put(tokens_of(4), b"tenant-a")
+        assert 0 == await client.get(tokens_of(4), b"tenant-b")
+        assert 0 == await client.get(tokens_of(4))
+        async with client.session(tokens_of(4), salt=b"tenant-b") as session:
             assert 0 == session.cached_tokens
             assert 0 == sum(session.cached_tokens_by_level.values())
-        assert 4 * BLOCK == await client.get(_tokens(4), b"tenant-a")
-        async with client.session(_tokens(4), salt=b"tenant-a", adapter=b"lora") as session:
+        assert 4 * BLOCK == await client.get(tokens_of(4), b"tenant-a")
+        async with client.session(tokens_of(4), salt=b"tenant-a", adapter=b"lora") as session:
             assert 0 == session.cached_tokens
         await store.aclose(flush=True)
-    async with _open(config, disk=disk) as (_, client, _rig):
+    async with opened(config, disk=disk) as (_, client, _rig):
         await asyncio.sleep(5)
-        assert 0 == await client.get(_tokens(4), b"tenant-b")
-        assert 4 * BLOCK == await client.get(_tokens(4), b"tenant-a")
+        assert 0 == await client.get(tokens_of(4), b"tenant-b")
+        assert 4 * BLOCK == await client.get(tokens_of(4), b"tenant-a")
 
 
 @pytest.mark.parametrize("length", [1, 511, 4096, HEADER_BYTES + 8192 - 1])
@@ -236,10 +222,10 @@ async def test_c09_short_completions_are_continued_exactly(length, count, opcode
     """Reads and writes shortened once and repeatedly: the data is byte-exact."""
     plan = FaultPlan()
     plan.add("short", length, opcode=opcode, count=count)
-    async with _open(sim_config(host_pages=0), faults=plan) as (store, client, _):
-        await client.put(_tokens(6))
+    async with opened(sim_config(host_pages=0), faults=plan) as (store, client, _):
+        await client.put(tokens_of(6))
         await client.flood(40)
-        assert 6 * BLOCK == await client.get(_tokens(6))
+        assert 6 * BLOCK == await client.get(tokens_of(6))
         assert plan.hit_count > 0
         assert store.stats().engine.short_transfers > 0
         assert store.stats().engine.mismatches == 0
@@ -248,15 +234,15 @@ async def test_c09_short_completions_are_continued_exactly(length, count, opcode
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG])
 async def test_c10_a_full_disk_never_reports_success(code):
     """ENOSPC and EFBIG on every write: the entry is absent, used slots are unchanged."""
-    async with _open(sim_config(host_pages=0)) as (store, client, rig):
-        await client.put(_tokens(4))
+    async with opened(sim_config(host_pages=0)) as (store, client, rig):
+        await client.put(tokens_of(4))
         rig.faults.add("errno", code, opcode=WRITE, count=None)
         await client.flood(30)
         await asyncio.sleep(1)
         disk = store.stats().pools["disk", "full"]
         assert disk.total == disk.ready + disk.draining
         rig.faults.clear()
-        assert 0 == await client.get(_tokens(4))
+        assert 0 == await client.get(tokens_of(4))
         await client.flood(30)
         assert store.stats().pools["disk", "full"].primaries > 0
 
@@ -268,12 +254,12 @@ async def test_c11_the_recovery_scan_continues_or_misses(kind):
     disk = await _persist(config)
     plan = FaultPlan()
     plan.add(kind, 1, opcode=READ, count=6)
-    async with _open(config, disk=disk, faults=plan) as (_, client, _rig):
+    async with opened(config, disk=disk, faults=plan) as (_, client, _rig):
         await asyncio.sleep(5)
-        valid = await client.get(_tokens(4))
+        valid = await client.get(tokens_of(4))
         assert valid % BLOCK == 0
-        await client.put(_tokens(4))
-        assert 4 * BLOCK == await client.get(_tokens(4))
+        await client.put(tokens_of(4))
+        assert 4 * BLOCK == await client.get(tokens_of(4))
 
 
 async def test_c12_a_strided_target_is_refused_before_any_io():
@@ -293,11 +279,11 @@ async def test_c12_gaps_between_pages_stay_untouched():
         config,
         device=dataclasses.replace(config.device, gpu_cache_size=0, tensors={"full": [rows[:, 0]]}),
     )
-    async with _open(config) as (_, client, _rig):
+    async with opened(config) as (_, client, _rig):
         client.model.pages = lambda pool, group: rows[:, 0]  # type: ignore[method-assign]
-        await client.put(_tokens(4))
+        await client.put(tokens_of(4))
         await client.flood(40)
-        assert 4 * BLOCK == await client.get(_tokens(4))
+        assert 4 * BLOCK == await client.get(tokens_of(4))
     assert (rows[:, 1] == 0x77).all()
 
 
@@ -306,12 +292,12 @@ async def test_c08_slots_in_flight_are_never_reused():
     plan = FaultPlan()
     plan.add("late", 5_000_000, count=None)
     config = sim_config(device_pages=8, host_pages=4, disk_pages=24)
-    async with _open(config, faults=plan, device={"latency_ns": (10**6, 10**7)}) as (
+    async with opened(config, faults=plan, device={"latency_ns": (10**6, 10**7)}) as (
         store,
         client,
         _,
     ):
-        groups = [_tokens(3, number * 1000) for number in range(10)]
+        groups = [tokens_of(3, number * 1000) for number in range(10)]
         for tokens in groups * 3:
             await client.put(tokens)
             client.step()
@@ -324,8 +310,8 @@ async def test_c11_two_groups_short_reads_of_either():
     groups = (PoolGroupConfig("full", 8192), PoolGroupConfig("local", 4096, window=16))
     plan = FaultPlan()
     plan.add("short", 4096, opcode=READ, count=None)
-    async with _open(sim_config(groups=groups), faults=plan) as (_, client, _rig):
-        await client.put(_tokens(5))
+    async with opened(sim_config(groups=groups), faults=plan) as (_, client, _rig):
+        await client.put(tokens_of(5))
         await client.flood(40)
-        assert 5 * BLOCK == await client.get(_tokens(5))
+        assert 5 * BLOCK == await client.get(tokens_of(5))
         assert plan.hit_count > 0

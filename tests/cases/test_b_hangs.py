@@ -27,26 +27,14 @@ from kvstore.errors import (
 )
 from kvstore.testing import FaultPlan, SimClient, SimRig, sim_config
 
-BLOCK = 8
+from .opening import BLOCK, opened, tokens_of  # noqa: TID252
+
 READ, WRITE = Opcode.READ, Opcode.WRITE
-
-
-@contextlib.asynccontextmanager
-async def _open(config=None, **options):
-    config = config or sim_config()
-    rig = SimRig.create(config, **options)
-    async with rig.open(config) as store:
-        yield store, SimClient(store, rig, config), rig
-    rig.check_closed()
-
-
-def _tokens(blocks: int, base: int = 0) -> list[int]:
-    return list(range(base, base + blocks * BLOCK))
 
 
 async def _cold(client: SimClient, blocks: int = 4) -> None:
     """Put a sequence and push it down to the disk."""
-    await client.put(_tokens(blocks))
+    await client.put(tokens_of(blocks))
     await client.flood(60)
 
 
@@ -54,18 +42,18 @@ async def _cold(client: SimClient, blocks: int = 4) -> None:
 @pytest.mark.parametrize("nth", [1, 2, 3])
 async def test_c13_a_failed_call_leaves_nothing_locked(call, nth):
     """The n-th device call fails for every kind of call; afterwards any operation still ends."""
-    async with _open(sim_config(host_pages=6)) as (_, client, rig):
-        await client.put(_tokens(4))
+    async with opened(sim_config(host_pages=6)) as (_, client, rig):
+        await client.put(tokens_of(4))
         rig.device.inject(call, 1, nth=nth)
         with contextlib.suppress(KVStoreError, AssertionError):
             await client.flood(12)
         with contextlib.suppress(KVStoreError, AssertionError):
-            await client.get(_tokens(4))
+            await client.get(tokens_of(4))
         rig.device.clear_injected()
         client.step()
         with anyio.fail_after(1):
-            await client.put(_tokens(2, 7000))
-            assert 2 * BLOCK == await client.get(_tokens(2, 7000))
+            await client.put(tokens_of(2, 7000))
+            assert 2 * BLOCK == await client.get(tokens_of(2, 7000))
 
 
 @pytest.mark.parametrize(
@@ -90,12 +78,12 @@ async def test_c13_a_failed_allocation_at_open_gives_everything_back(call, nth):
     again = SimRig.create(config, disk=rig.disk)
     async with again.open(config) as store:
         client = SimClient(store, again, config)
-        await client.put(_tokens(2))
+        await client.put(tokens_of(2))
 
 
 async def test_c14_collection_at_any_point_is_harmless():
     """A garbage collection in every turn of the loop, with dropped handles waiting: no hang."""
-    async with _open() as (_, client, rig):
+    async with opened() as (_, client, rig):
         loop = asyncio.get_running_loop()
         is_on = True
 
@@ -105,10 +93,10 @@ async def test_c14_collection_at_any_point_is_harmless():
                 loop.call_later(1e-5, collect)
 
         collect()
-        await client.put(_tokens(4))
+        await client.put(tokens_of(4))
         rig.faults.add("errno", errno.EIO, opcode=READ)
         await client.flood(20)
-        await client.get(_tokens(4))
+        await client.get(tokens_of(4))
         is_on = False
         await asyncio.sleep(1e-3)
 
@@ -126,11 +114,11 @@ async def test_c15_ranks_agree_on_the_smallest_common_prefix():
         return dataclasses.replace(sim_config(), agree=agree)
 
     for number in range(2):
-        async with _open(rank(number), seed=number) as (_, client, _rig):
-            await client.put(_tokens(4))
-            async with client.session(_tokens(4)) as session:
+        async with opened(rank(number), seed=number) as (_, client, _rig):
+            await client.put(tokens_of(4))
+            async with client.session(tokens_of(4)) as session:
                 assert session.cached_tokens <= 2 * BLOCK
-            assert await client.get(_tokens(4)) <= 2 * BLOCK
+            assert await client.get(tokens_of(4)) <= 2 * BLOCK
     assert len(asked[0]) == len(asked[1])
     assert asked[0]
 
@@ -142,9 +130,9 @@ async def test_c15_a_rank_that_fails_releases_the_others():
         raise TimeoutError("rank 3 is gone")
 
     config = dataclasses.replace(sim_config(), agree=agree)
-    async with _open(config) as (store, client, _):
+    async with opened(config) as (store, client, _):
         with pytest.raises(TimeoutError):
-            async with client.session(_tokens(4)) as session:
+            async with client.session(tokens_of(4)) as session:
                 await session.resume(client.stream)
         assert store.stats().sessions_open == 0
 
@@ -154,8 +142,8 @@ async def test_c16_a_stalled_disk_never_stops_the_loop():
     plan = FaultPlan()
     plan.add("never", opcode=WRITE, count=None)
     config = sim_config(host_pages=0, io={"deadline": 5.0, "drain_timeout": 5.0})
-    async with _open(config, faults=plan) as (_, client, _rig):
-        await client.put(_tokens(6))
+    async with opened(config, faults=plan) as (_, client, _rig):
+        await client.put(tokens_of(6))
         beats = 0
 
         async def beat() -> None:
@@ -180,14 +168,14 @@ async def test_c16_a_stalled_disk_never_stops_the_loop():
 async def test_c18_one_operation_that_never_completes():
     """Its waiter gets the deadline on time, others go on, the buffer comes back at the end."""
     config = sim_config(host_pages=0, disk_pages=200, io={"deadline": 2.0})
-    async with _open(config) as (store, client, rig):
+    async with opened(config) as (store, client, rig):
         await _cold(client, 3)
-        await client.put(_tokens(2, 5000))
+        await client.put(tokens_of(2, 5000))
         await client.flood(60)
         rig.faults.add("never", opcode=READ)
         loop = asyncio.get_running_loop()
         start = loop.time()
-        async with client.session(_tokens(3)) as session:
+        async with client.session(tokens_of(3)) as session:
             restore = await session.resume(client.stream)
             assert loop.time() - start <= 2.5
             with pytest.raises(PagesLost) as caught:
@@ -195,17 +183,17 @@ async def test_c18_one_operation_that_never_completes():
             assert isinstance(caught.value.__cause__, DeadlineError)
         client.step()
         rig.faults.add("never", opcode=READ)
-        async with client.session(_tokens(2, 5000)) as session:
+        async with client.session(tokens_of(2, 5000)) as session:
             start = loop.time()
             with pytest.raises(DeadlineError):
                 await session.resume(client.stream, deadline=0.5)
             assert 0.5 <= loop.time() - start <= 0.6
         client.step()
         start = loop.time()
-        assert 2 * BLOCK == await client.get(_tokens(2, 5000))
+        assert 2 * BLOCK == await client.get(tokens_of(2, 5000))
         assert loop.time() - start < 2.1, "its slots count as stalled after the deadline"
         start = loop.time()
-        assert 0 == await client.put(_tokens(2, 8000))
+        assert 0 == await client.put(tokens_of(2, 8000))
         assert loop.time() - start < 0.1
         assert 2 == rig.faults.held_count, "the memory is quarantined while the pieces are out"
         rig.faults.release()
@@ -219,19 +207,19 @@ async def test_c18_one_operation_that_never_completes():
 @pytest.mark.parametrize("call", ["copy_pages", "wait_ticket", "notify", "record", "wait_event"])
 async def test_c19_a_failed_launch_behind_a_gate_opens_the_gate(call, nth):
     """Each step after the gate was enqueued fails once: no stream stays parked, the next works."""
-    async with _open(sim_config(host_pages=0)) as (store, client, rig):
+    async with opened(sim_config(host_pages=0)) as (store, client, rig):
         await _cold(client)
         rig.device.inject(call, 1, nth=nth)
         with contextlib.suppress(KVStoreError):
-            async with client.session(_tokens(4)) as session:
+            async with client.session(tokens_of(4)) as session:
                 restore = await session.resume(client.stream, gated=True)
                 await restore.ready()
         rig.device.clear_injected()
         await asyncio.sleep(2)
         assert set() == rig.device.gated_streams
         assert 0 == rig.gate.open_count
-        await client.put(_tokens(2, 9000))
-        assert 2 * BLOCK == await client.get(_tokens(2, 9000))
+        await client.put(tokens_of(2, 9000))
+        assert 2 * BLOCK == await client.get(tokens_of(2, 9000))
         assert store.stats().engine.mismatches == 0
 
 
@@ -239,7 +227,7 @@ async def test_c20_slow_disk_does_not_delay_other_coroutines():
     """At two seconds per operation a keep-alive coroutine stays punctual."""
     plan = FaultPlan()
     plan.add("late", 2 * 10**9, count=None)
-    async with _open(sim_config(), faults=plan) as (_, client, _rig):
+    async with opened(sim_config(), faults=plan) as (_, client, _rig):
         loop = asyncio.get_running_loop()
         late: list[float] = []
 
@@ -252,7 +240,7 @@ async def test_c20_slow_disk_does_not_delay_other_coroutines():
         async with anyio.create_task_group() as group:
             group.start_soon(keep_alive)
             await _cold(client)
-            await client.get(_tokens(4))
+            await client.get(tokens_of(4))
             group.cancel_scope.cancel()
         assert max(late) < 0.05
         assert len(late) > 20
@@ -340,14 +328,14 @@ async def test_c22_clear_with_writes_in_flight_returns_and_revives_nothing():
     """After the sessions have ended, clear drains background and eviction writes, then 0 hits."""
     plan = FaultPlan()
     plan.add("late", 300_000_000, opcode=WRITE, count=None)
-    async with _open(sim_config(write_through=True), faults=plan) as (store, client, rig):
-        async with client.session(_tokens(2)) as session:
+    async with opened(sim_config(write_through=True), faults=plan) as (store, client, rig):
+        async with client.session(tokens_of(2)) as session:
             await session.resume(client.stream)
             with pytest.raises((LogicError, KVStoreError), match="session"):
                 result = store.clear()  # INV-907: it names the open sessions and does nothing
                 if hasattr(result, "__await__"):
                     await result
-        await client.put(_tokens(4))
+        await client.put(tokens_of(4))
         await client.flood(20)
         assert rig.engine.open_count > 0
         result = store.clear()
@@ -355,7 +343,7 @@ async def test_c22_clear_with_writes_in_flight_returns_and_revives_nothing():
             await result
         await asyncio.sleep(2)
         assert 0 == store.stats().pages
-        assert 0 == await client.get(_tokens(4))
+        assert 0 == await client.get(tokens_of(4))
         disk = store.stats().pools["disk", "full"]
         assert disk.total == disk.ready
         assert rig.engine.open_count == 0
@@ -363,31 +351,31 @@ async def test_c22_clear_with_writes_in_flight_returns_and_revives_nothing():
 
 async def test_c13_a_refused_request_blocks_nobody():
     """A request that can never fit raises, and requests behind it go on (INV-335)."""
-    async with _open(sim_config(device_pages=8)) as (store, client, _):
-        async with client.session(_tokens(20)) as session:
+    async with opened(sim_config(device_pages=8)) as (store, client, _):
+        async with client.session(tokens_of(20)) as session:
             await session.resume(client.stream)
             assert not session.try_grow(20 * BLOCK)
             assert await client.grow(session, 4 * BLOCK)
         with anyio.fail_after(1):
-            await client.put(_tokens(4))
+            await client.put(tokens_of(4))
         assert store.stats().sessions_open == 0
 
 
 async def test_c18_requests_without_room_give_up_by_their_deadline():
     """With wait=False a resume that does not fit is refused at once."""
-    async with _open(sim_config(device_pages=8)) as (_, client, _rig):
-        await client.put(_tokens(6))
-        history = client.history(_tokens(7, 4000))
-        async with client.session(_tokens(7, 4000)) as other:
+    async with opened(sim_config(device_pages=8)) as (_, client, _rig):
+        await client.put(tokens_of(6))
+        history = client.history(tokens_of(7, 4000))
+        async with client.session(tokens_of(7, 4000)) as other:
             await other.resume(client.stream)
             assert await client.grow(other, 7 * BLOCK)
             client.compute(other, history)
-            other.commit(np.array(_tokens(7, 4000)))
-            async with client.session(_tokens(6)) as session:
+            other.commit(np.array(tokens_of(7, 4000)))
+            async with client.session(tokens_of(6)) as session:
                 with pytest.raises(OutOfPages):
                     await session.resume(client.stream, wait=False)
             other.suspend(client.stream.record())
-        assert 6 * BLOCK == await client.get(_tokens(6))
+        assert 6 * BLOCK == await client.get(tokens_of(6))
 
 
 async def test_c19_lost_device_publishes_all_tickets():
@@ -399,7 +387,7 @@ async def test_c19_lost_device_publishes_all_tickets():
             client = SimClient(store, rig, config)
             await _cold(client)
             with contextlib.suppress(KVStoreError, DeviceError):
-                async with client.session(_tokens(4)) as session:
+                async with client.session(tokens_of(4)) as session:
                     await session.resume(client.stream, gated=True)
                     rig.device.fail()
                     await asyncio.sleep(0.5)
@@ -415,15 +403,15 @@ async def test_c13_a_restore_that_needs_a_second_turn_does_not_block_the_queue()
     one, and the second one for its slots, for ever.
     """
     groups = (PoolGroupConfig("full", 8192), PoolGroupConfig("local", 4096, window=16))
-    async with _open(sim_config(groups=groups, device_pages=8, host_pages=0)) as (_, client, rig):
-        await client.put(_tokens(6))
-        await client.put(_tokens(6, 5000))
+    async with opened(sim_config(groups=groups, device_pages=8, host_pages=0)) as (_, client, rig):
+        await client.put(tokens_of(6))
+        await client.put(tokens_of(6, 5000))
         await client.flood(16)
         rig.faults.add("errno", errno.EIO, opcode=READ, file_id=0, nth=5)
         found: dict[int, int] = {}
 
         async def ask(base: int) -> None:
-            found[base] = await client.get(_tokens(6, base))
+            found[base] = await client.get(tokens_of(6, base))
 
         with anyio.fail_after(60):
             async with anyio.create_task_group() as group:
@@ -438,16 +426,16 @@ async def test_c18_growing_onto_the_slot_of_a_hung_transfer_ends_by_the_deadline
     slot is back when the read is (INV-119).
     """
     config = sim_config(device_pages=4, host_pages=0, disk_pages=64, io={"deadline": 2.0})
-    async with _open(config) as (store, client, rig):
-        await client.put(_tokens(2))
+    async with opened(config) as (store, client, rig):
+        await client.put(tokens_of(2))
         await client.flood(8)
         rig.faults.add("never", opcode=READ)
         with pytest.raises(DeadlineError):
-            async with client.session(_tokens(2)) as session:
+            async with client.session(tokens_of(2)) as session:
                 await session.resume(client.stream, deadline=0.5)
         client.step()
         with anyio.fail_after(5):
-            async with client.session(_tokens(4, 9000)) as session:
+            async with client.session(tokens_of(4, 9000)) as session:
                 await session.resume(client.stream)
                 try:
                     grown = await client.grow(session, 4 * BLOCK)
@@ -455,8 +443,8 @@ async def test_c18_growing_onto_the_slot_of_a_hung_transfer_ends_by_the_deadline
                     grown = False
                 assert not grown
         client.step()
-        await client.put(_tokens(2, 7000))
+        await client.put(tokens_of(2, 7000))
         assert 1 == rig.faults.release()
         await asyncio.sleep(1)
-        await client.put(_tokens(4, 5000))
+        await client.put(tokens_of(4, 5000))
         assert 0 == store.stats().sessions_open

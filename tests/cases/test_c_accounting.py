@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import gc
 import tracemalloc
@@ -21,21 +20,9 @@ from kvstore.errors import KVStoreError, LogicError
 from kvstore.keys import KeyChain, scope_key
 from kvstore.testing import FaultPlan, SimClient, SimRig, check_balances, sim_config
 
-BLOCK = 8
+from .opening import BLOCK, opened, tokens_of  # noqa: TID252
+
 READ, WRITE = Opcode.READ, Opcode.WRITE
-
-
-@contextlib.asynccontextmanager
-async def _open(config=None, **options):
-    config = config or sim_config()
-    rig = SimRig.create(config, **options)
-    async with rig.open(config) as store:
-        yield store, SimClient(store, rig, config), rig
-    rig.check_closed()
-
-
-def _tokens(blocks: int, base: int = 0) -> list[int]:
-    return list(range(base, base + blocks * BLOCK))
 
 
 def _tables(device: int = 8) -> Tables:
@@ -51,7 +38,7 @@ def _tables(device: int = 8) -> Tables:
 def _committed(tables: Tables, salt: bytes = b"", blocks: int = 3):
     """Commit a few blocks; returns their keys and pages, held and locked once."""
     chain = KeyChain(BLOCK, scope_key(salt))
-    chain.extend(_tokens(blocks))
+    chain.extend(tokens_of(blocks))
     applied = tables.apply(tables.plan_grow([blocks]))
     pages, parent = [], None
     for index, page in enumerate(applied.new_pages[0]):
@@ -119,13 +106,13 @@ async def test_c24_cancelled_lookups_leave_nothing_without_further_calls():
     """Requests cancelled while they restore: holds, staging and slots are back while idle."""
     plan = FaultPlan()
     plan.add("late", 20_000_000, opcode=READ, count=None)
-    async with _open(sim_config(host_pages=0), faults=plan) as (store, client, rig):
-        await client.put(_tokens(4))
+    async with opened(sim_config(host_pages=0), faults=plan) as (store, client, rig):
+        await client.put(tokens_of(4))
         await client.flood(40)
         await asyncio.sleep(1)
 
         async def ask() -> None:
-            async with client.session(_tokens(4)) as session:
+            async with client.session(tokens_of(4)) as session:
                 await session.resume(client.stream)
 
         for patience in (0.0001, 0.001, 0.01, 0.015):
@@ -138,17 +125,17 @@ async def test_c24_cancelled_lookups_leave_nothing_without_further_calls():
             assert pool.total == pool.ready + pool.draining + pool.primaries + pool.copies
             assert pool.evictable + pool.ready >= pool.total - pool.copies - pool.primaries
         assert 0 == rig.engine.open_count
-        assert 4 * BLOCK == await client.get(_tokens(4))
+        assert 4 * BLOCK == await client.get(tokens_of(4))
 
 
 async def test_c25_many_cycles_leave_no_slope():
     """Hundreds of get and free cycles: traced memory does not grow from the half to the end."""
-    async with _open(sim_config(check_invariants=False)) as (_, client, _rig):
-        await client.put(_tokens(3))
+    async with opened(sim_config(check_invariants=False)) as (_, client, _rig):
+        await client.put(tokens_of(3))
 
         async def cycles(count: int) -> int:
             for _ in range(count):
-                async with client.session(_tokens(3)) as session:
+                async with client.session(tokens_of(3)) as session:
                     await session.resume(client.stream)
                     table = session.page_table("full")
                     assert len(table) == 3
@@ -170,9 +157,9 @@ async def test_c25_many_cycles_leave_no_slope():
 
 async def test_c25_a_closed_session_refuses_every_view():
     """Using a session after it is closed raises (INV-332)."""
-    async with _open() as (_, client, _rig):
-        await client.put(_tokens(3))
-        async with client.session(_tokens(3)) as session:
+    async with opened() as (_, client, _rig):
+        await client.put(tokens_of(3))
+        async with client.session(tokens_of(3)) as session:
             await session.resume(client.stream)
         for call in (
             lambda: session.page_table("full"),
@@ -189,11 +176,11 @@ async def test_c27_a_completion_after_its_owner_is_gone(how):
     """Reads complete after the request ended: usage, counters and index agree."""
     plan = FaultPlan()
     plan.add("late", 500_000_000, opcode=READ, count=None)
-    async with _open(sim_config(host_pages=0), faults=plan) as (store, client, rig):
-        await client.put(_tokens(4))
+    async with opened(sim_config(host_pages=0), faults=plan) as (store, client, rig):
+        await client.put(tokens_of(4))
         await client.flood(40)
         with anyio.move_on_after(0.1):
-            async with client.session(_tokens(4)) as session:
+            async with client.session(tokens_of(4)) as session:
                 if how == "closed":
                     async with anyio.create_task_group() as group:
                         group.start_soon(session.resume, client.stream)
@@ -205,7 +192,7 @@ async def test_c27_a_completion_after_its_owner_is_gone(how):
         await asyncio.sleep(5)
         assert 0 == rig.engine.open_count
         check_balances(store.stats())
-        assert 4 * BLOCK == await client.get(_tokens(4))
+        assert 4 * BLOCK == await client.get(tokens_of(4))
 
 
 async def test_c28_one_part_failing_at_close_does_not_take_the_others_along():
@@ -221,7 +208,7 @@ async def test_c28_one_part_failing_at_close_does_not_take_the_others_along():
     with pytest.raises((OSError, ExceptionGroup)) as caught:
         async with rig.open(config) as store:
             client = SimClient(store, rig, config)
-            await client.put(_tokens(3))
+            await client.put(tokens_of(3))
             rig.disk.close = fail  # type: ignore[method-assign]
     assert closed
     assert "the disk is gone" in str(caught.value) or "gone" in repr(caught.value)
@@ -232,16 +219,16 @@ async def test_c28_one_part_failing_at_close_does_not_take_the_others_along():
 
 async def test_c29_one_bad_page_of_a_batch_fails_alone():
     """A duplicate block, an unreadable page and good pages in one go: the good ones are served."""
-    async with _open(sim_config(host_pages=0)) as (store, client, rig):
+    async with opened(sim_config(host_pages=0)) as (store, client, rig):
         for number in range(3):
-            await client.put(_tokens(3, number * 1000))
-        await client.put(_tokens(3))  # a duplicate of the first
+            await client.put(tokens_of(3, number * 1000))
+        await client.put(tokens_of(3))  # a duplicate of the first
         await client.flood(40)
         rig.faults.add("errno", errno.EIO, opcode=READ, nth=4)
         found: dict[int, int] = {}
 
         async def ask(number: int) -> None:
-            found[number] = await client.get(_tokens(3, number * 1000))
+            found[number] = await client.get(tokens_of(3, number * 1000))
 
         async with anyio.create_task_group() as group:
             for number in range(3):
@@ -260,19 +247,19 @@ async def test_c30_prefixes_larger_than_staging_come_back_whole(extra):
         device_pages=16, host_pages=0, disk_pages=64, io={"staging_bytes": 2 * slot}
     )
     blocks = min(14, 2 + extra)
-    async with _open(config) as (_, client, _rig):
-        await client.put(_tokens(blocks))
+    async with opened(config) as (_, client, _rig):
+        await client.put(tokens_of(blocks))
         await client.flood(48)
         for _ in range(2):
-            assert blocks * BLOCK == await client.get(_tokens(blocks))
+            assert blocks * BLOCK == await client.get(tokens_of(blocks))
             await client.flood(48)
 
 
 async def test_c29_errors_are_per_request_not_per_store():
     """A token outside 32 bits fails its own call only."""
-    async with _open() as (store, client, _):
+    async with opened() as (store, client, _):
         with pytest.raises((ValueError, KVStoreError)):
             async with client.session([1, 2, 1 << 40]):
                 pass
-        await client.put(_tokens(2))
+        await client.put(tokens_of(2))
         assert 0 == store.stats().sessions_open

@@ -25,45 +25,34 @@ from kvstore.errors import BusyError, CapacityError, ConfigError, OutOfPages
 from kvstore.keys import BlockKey
 from kvstore.testing import FaultPlan, SimClient, SimDisk, SimRig, sim_config
 
-BLOCK, PAGE = 8, 8192
+from .opening import BLOCK, opened, tokens_of  # noqa: TID252
+
+PAGE = 8192
 READ, WRITE = Opcode.READ, Opcode.WRITE
-
-
-@contextlib.asynccontextmanager
-async def _open(config=None, **options):
-    config = config or sim_config()
-    rig = SimRig.create(config, **options)
-    async with rig.open(config) as store:
-        yield store, SimClient(store, rig, config), rig
-    rig.check_closed()
-
-
-def _tokens(blocks: int, base: int = 0) -> list[int]:
-    return list(range(base, base + blocks * BLOCK))
 
 
 async def test_c31_writes_that_all_fail_show_in_health():
     """Every write answers EINVAL: data stays right, health says degraded, the errno is counted."""
     plan = FaultPlan()
     plan.add("errno", errno.EINVAL, opcode=WRITE, count=None)
-    async with _open(sim_config(host_pages=0), faults=plan) as (store, client, _):
-        await client.put(_tokens(4))
+    async with opened(sim_config(host_pages=0), faults=plan) as (store, client, _):
+        await client.put(tokens_of(4))
         await client.flood(40)
         await asyncio.sleep(1)
         assert errno.EINVAL in store.stats().engine.classes[IoClass.REQUIRED].errors
         assert "ok" != store.stats().health
-        assert 0 == await client.get(_tokens(4))
+        assert 0 == await client.get(tokens_of(4))
 
 
 @pytest.mark.parametrize("page_bytes", [5000, 8192, 8193, 12288 - 1])
 async def test_c34_every_request_is_aligned_and_bytes_are_exact(page_bytes):
     """Any page size: each request is aligned in offset and length, each page keeps its bytes."""
-    async with _open(sim_config(page_bytes=page_bytes, host_pages=0)) as (_, client, rig):
+    async with opened(sim_config(page_bytes=page_bytes, host_pages=0)) as (_, client, rig):
         seen: list[tuple[int, int]] = []
         rig.engine.on_dispatch = lambda c, o, f, offset, length: seen.append((offset, length))
-        await client.put(_tokens(5))
+        await client.put(tokens_of(5))
         await client.flood(40)
-        assert 5 * BLOCK == await client.get(_tokens(5))
+        assert 5 * BLOCK == await client.get(tokens_of(5))
         assert seen
         assert all(offset % 4096 == 0 for offset, _ in seen)
         assert all(length % 4096 == 0 for _, length in seen)
@@ -71,17 +60,17 @@ async def test_c34_every_request_is_aligned_and_bytes_are_exact(page_bytes):
 
 async def test_c32_a_padded_page_gives_no_warning(caplog):
     """A page size that is no multiple of the alignment is padded without a warning."""
-    async with _open(sim_config(page_bytes=5000)) as (_, client, _rig):
-        await client.put(_tokens(3))
+    async with opened(sim_config(page_bytes=5000)) as (_, client, _rig):
+        await client.put(tokens_of(3))
         await client.flood(40)
-        assert 3 * BLOCK == await client.get(_tokens(3))
+        assert 3 * BLOCK == await client.get(tokens_of(3))
     assert not [record for record in caplog.records if "align" in record.getMessage().lower()]
 
 
 async def _persist(blocks: int = 4, **fields) -> tuple[SimDisk, object]:
     config, disk = sim_config(fingerprint="m", **fields), SimDisk()
-    async with _open(config, disk=disk) as (store, client, _):
-        await client.put(_tokens(blocks))
+    async with opened(config, disk=disk) as (store, client, _):
+        await client.put(tokens_of(blocks))
         await store.aclose(flush=True)
     return disk, config
 
@@ -89,7 +78,7 @@ async def _persist(blocks: int = 4, **fields) -> tuple[SimDisk, object]:
 async def test_c35_what_a_restart_finds_counts_against_the_limit():
     """Reopened half full: found pages are counted, and further writes stay within the capacity."""
     disk, config = await _persist(10, disk_pages=20)
-    async with _open(config, disk=disk) as (store, client, _):
+    async with opened(config, disk=disk) as (store, client, _):
         await asyncio.sleep(5)
         pool = store.stats().pools["disk", "full"]
         assert 10 == pool.primaries
@@ -104,7 +93,7 @@ async def test_c35_what_a_restart_finds_counts_against_the_limit():
 async def test_c35_a_second_store_on_one_directory_is_refused():
     """Two owners of one file would destroy each other's slots (INV-923)."""
     config, disk = sim_config(fingerprint="m"), SimDisk()
-    async with _open(config, disk=disk):
+    async with opened(config, disk=disk):
         second = SimRig.create(config, disk=disk)
         with pytest.raises(BusyError):
             async with second.open(config):
@@ -134,7 +123,7 @@ def test_c36_a_disk_tier_without_a_capacity_is_a_configuration_error():
 
 async def test_c36_three_times_the_capacity_never_goes_above_it():
     """Writing far more than fits keeps every tier inside its slots."""
-    async with _open(sim_config(disk_pages=16)) as (store, client, rig):
+    async with opened(sim_config(disk_pages=16)) as (store, client, rig):
         used = rig.disk.used_bytes
         for _ in range(12):
             await client.flood(8)
@@ -151,7 +140,7 @@ async def test_c37_cut_at_each_write_step_then_reopened(seed):
     with contextlib.suppress(Exception):
         async with rig.open(config) as store:
             client = SimClient(store, rig, config)
-            await client.put(_tokens(6))
+            await client.put(tokens_of(6))
             loop = asyncio.get_running_loop()
             loop.call_later(random.random() * 4e-3, rig.engine.crash)
             with contextlib.suppress(TimeoutError):
@@ -159,13 +148,13 @@ async def test_c37_cut_at_each_write_step_then_reopened(seed):
                     await client.flood(20)
             snapshot = disk.copy()
             raise ConnectionError("the power is off")
-    async with _open(config, disk=snapshot) as (store, client, _):
+    async with opened(config, disk=snapshot) as (store, client, _):
         await asyncio.sleep(5)
-        valid = await client.get(_tokens(6))  # get compares every byte it is served
+        valid = await client.get(tokens_of(6))  # get compares every byte it is served
         assert valid % BLOCK == 0
-        await client.put(_tokens(6))
+        await client.put(tokens_of(6))
         await client.flood(24)
-        assert 6 * BLOCK == await client.get(_tokens(6))
+        assert 6 * BLOCK == await client.get(tokens_of(6))
         pool = store.stats().pools["disk", "full"]
         assert pool.total == pool.ready + pool.draining + pool.primaries + pool.copies
 
@@ -218,16 +207,16 @@ def test_c38_symlinks_and_shared_directories_are_refused(tmp_path):
 async def test_c39_without_a_free_slot_the_refusal_is_typed_and_counted():
     """Every device slot locked: grow is refused, counted by one, stored entries are intact."""
     config = sim_config(device_pages=6, host_pages=4)
-    async with _open(config) as (store, client, _):
-        await client.put(_tokens(3))
-        history = client.history(_tokens(6, 5000))
-        async with client.session(_tokens(6, 5000)) as session:
+    async with opened(config) as (store, client, _):
+        await client.put(tokens_of(3))
+        history = client.history(tokens_of(6, 5000))
+        async with client.session(tokens_of(6, 5000)) as session:
             await session.resume(client.stream)
             assert await client.grow(session, 6 * BLOCK)
             client.compute(session, history)
-            session.commit(np.array(_tokens(6, 5000)))
+            session.commit(np.array(tokens_of(6, 5000)))
             before = store.stats()
-            async with client.session(_tokens(1, 9000)) as other:
+            async with client.session(tokens_of(1, 9000)) as other:
                 with pytest.raises(OutOfPages) as caught:
                     await other.resume(client.stream, wait=False)
                     if not other.try_grow(BLOCK):
@@ -236,8 +225,8 @@ async def test_c39_without_a_free_slot_the_refusal_is_typed_and_counted():
             after = store.stats()
             assert before.plans_refused + 1 == after.plans_refused
             session.suspend(client.stream.record())
-        assert 3 * BLOCK == await client.get(_tokens(3))
-        assert 6 * BLOCK == await client.get(_tokens(6, 5000))
+        assert 3 * BLOCK == await client.get(tokens_of(3))
+        assert 6 * BLOCK == await client.get(tokens_of(6, 5000))
 
 
 async def test_c40_the_write_counter_is_the_scripted_bytes():
@@ -245,14 +234,14 @@ async def test_c40_the_write_counter_is_the_scripted_bytes():
     copy writes nothing.
     """
     config = sim_config(device_pages=9, host_pages=0, keep_disk=True)
-    async with _open(config) as (store, client, _):
-        await client.put(_tokens(9))
-        await client.put(_tokens(9, 5000))
+    async with opened(config) as (store, client, _):
+        await client.put(tokens_of(9))
+        await client.put(tokens_of(9, 5000))
         await asyncio.sleep(1)
         engine = store.stats().engine
         assert 9 * slot_bytes(PAGE) == engine.classes[IoClass.REQUIRED].written_bytes
-        assert 9 * BLOCK == await client.get(_tokens(9))
-        assert 9 * BLOCK == await client.get(_tokens(9, 5000))
+        assert 9 * BLOCK == await client.get(tokens_of(9))
+        assert 9 * BLOCK == await client.get(tokens_of(9, 5000))
         await asyncio.sleep(1)
         engine = store.stats().engine
         assert 18 * slot_bytes(PAGE) == engine.classes[IoClass.REQUIRED].written_bytes
@@ -357,8 +346,8 @@ async def test_c35_ranks_need_directories_of_their_own():
     )
     first, second = SimRig.create(config, disk=disk), SimRig.create(other, disk=disk)
     async with first.open(config) as store, second.open(other) as twin:
-        await SimClient(store, first, config).put(_tokens(3))
-        await SimClient(twin, second, other).put(_tokens(3))
+        await SimClient(store, first, config).put(tokens_of(3))
+        await SimClient(twin, second, other).put(tokens_of(3))
         assert 48 == store.stats().pools["disk", "full"].total
         assert 2 == disk.lock_count
     second.check_closed()

@@ -68,3 +68,44 @@ async def test_a_refused_call_of_a_gated_restore(call: str, nth: int, with_host:
         await client.put(TOKENS)
         assert len(TOKENS) == await client.get(TOKENS)
     rig.check_closed()
+
+
+@pytest.mark.parametrize("with_host", [True, False], ids=["recalls", "reads"])
+@pytest.mark.parametrize("slices", [1, 4])
+async def test_a_refused_copy_behind_a_gate_is_awaited(
+    slices: int, with_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """INV-213, INV-329, INV-419: a device that refuses the copy says nothing about the page. It
+    keeps the slot it was read from, and the restore goes on in await mode: nothing is lost.
+    """
+    monkeypatch.setattr("kvstore.executor.SLICE_BYTES", 8192 * len(TOKENS) // BLOCK // slices)
+    config = sim_config(device_pages=8, host_pages=12 if with_host else 2, disk_pages=96)
+    rig = SimRig.create(config)
+    async with rig.open(config) as store:
+        client = SimClient(store, rig, config)
+        await client.put(TOKENS)
+        await client.flood(8 if with_host else 24)
+        async with client.session(range(9000, 9000 + 8 * BLOCK)) as filler:
+            await filler.resume(client.stream)
+            await client.grow(filler, 8 * BLOCK)
+        await client.step()
+        await anyio.sleep(0.1)
+        assert {"host" if with_host else "disk": len(TOKENS)} == store.probe(TOKENS).by_level
+        async with client.session(TOKENS) as session:
+            rig.device.inject("copy_pages", CODE_INVALID_VALUE, nth=1)
+            with anyio.fail_after(60):
+                restore = await session.resume(client.stream, gated=True)
+            assert not rig.device.clear_injected()
+            assert not restore.is_gated
+            assert len(TOKENS) == restore.valid_tokens
+            restore.raise_for_status()
+            client.verify(session, client.history(TOKENS), len(TOKENS))
+            await client.settle()
+            session.suspend(client.stream.record())
+        await client.step()
+        stats = store.stats()
+        assert 0 == stats.lost_pages
+        assert 1 == stats.gate_await_fallbacks
+        check_balances(stats)
+        assert len(TOKENS) == await client.get(TOKENS)
+    rig.check_closed()

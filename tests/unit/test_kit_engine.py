@@ -194,11 +194,20 @@ async def test_a_failing_piece_fails_its_transfer_alone(code):
     rig.balance()
 
 
-@pytest.mark.parametrize("kind", [FaultKind.FLIP, FaultKind.TORN, FaultKind.MISDIRECTED])
+SILENT_KINDS = [
+    FaultKind.FLIP,
+    FaultKind.TORN,
+    FaultKind.SECTORS,
+    FaultKind.LOST,
+    FaultKind.MISDIRECTED,
+]
+
+
+@pytest.mark.parametrize("kind", SILENT_KINDS)
 async def test_silent_damage_of_a_write_is_a_mismatch(kind):
-    """A flipped bit, a torn and a misdirected write report success and fail verification."""
+    """Flipped, torn, lost and misdirected writes report success and fail verification."""
     rig = Rig(slots=4)
-    value = {FaultKind.TORN: 8192, FaultKind.MISDIRECTED: SLOT}.get(kind, 0)
+    value = {FaultKind.TORN: 8192, FaultKind.MISDIRECTED: SLOT, FaultKind.SECTORS: 1}.get(kind, 0)
     rig.engine.faults.add(kind, value, opcode=WRITE)
     assert [MISMATCH] == await rig.round_trip([1])
     assert 1 == rig.engine.stats().mismatches

@@ -29,8 +29,8 @@ def test_bulk_records_come_in_one_call_and_tokens_stay_valid(loop):
     """A range gets all its records of a wake-up at once (INV-129), and END does not end it."""
     queue = CompletionQueue(loop)
     calls, single = [], []
-    first = queue.bulk(4, lambda records: calls.append(records["status"].tolist()))
-    other = queue.bulk(2, lambda records: calls.append(records["token"].tolist()))
+    first = queue.bulk(4, lambda records, all_good: calls.append(records["status"].tolist()))
+    other = queue.bulk(2, lambda records, all_good: calls.append(records["token"].tolist()))
     token = queue.token(lambda status, flags, value: single.append((status, flags, value)))
     for i in range(3):
         post(queue, first + i, i)
@@ -50,7 +50,7 @@ def test_discarded_range_is_ignored(loop):
     """A late record of a forgotten range reaches nobody."""
     queue = CompletionQueue(loop)
     calls = []
-    first = queue.bulk(1, calls.append)
+    first = queue.bulk(1, lambda records, all_good: calls.append(len(records)))
     queue.discard_bulk(first)
     post(queue, first, 0)
     turn(loop)
@@ -65,10 +65,11 @@ def test_failing_handler_loses_no_neighbour(loop):
     reports, calls = [], []
     loop.set_exception_handler(lambda _, context: reports.append(context["exception"]))
 
-    def broken(records):
+    def broken(records, all_good):
         raise ValueError("broken")
 
-    first, second = queue.bulk(1, broken), queue.bulk(1, lambda records: calls.append(len(records)))
+    first = queue.bulk(1, broken)
+    second = queue.bulk(1, lambda records, all_good: calls.append(len(records)))
     post(queue, first, 0)
     post(queue, second, 0)
     turn(loop)

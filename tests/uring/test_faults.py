@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore._uring.base import END_OF_FILE, MISMATCH, Opcode, SubmitFlag
-from kvstore.config import KIB, MIB, IoClass
+from kvstore._uring.base import END_OF_FILE, MISMATCH, OK, Opcode, SubmitFlag
+from kvstore.config import HEADER_BYTES, KIB, MIB, IoClass, IoConfig
 
 POISON = SubmitFlag.VERIFY | SubmitFlag.POISON
 
@@ -191,3 +191,160 @@ async def test_a_torn_write_is_a_mismatch_at_its_next_read(open_rig: Any, native
         rig.inject("errno", errno.EIO, opcode=Opcode.WRITE, skip=1)
         assert await rig.write(0).end() == -errno.EIO
         assert await rig.read(0).end() == MISMATCH
+
+
+# -- writes that report success and are wrong ------------------------------------------------------
+
+SLOT_BYTES = HEADER_BYTES + 128 * KIB
+#: What a device may do to a write that it calls good: the action and its argument.
+SILENT = {
+    "flip": ("flip", 8 * 40_000 + 3),
+    "torn": ("torn", 64 * KIB),
+    "torn-header": ("torn", 4 * KIB),
+    "sectors": ("sectors", 0x0F0F_F0F5),
+    "no-header": ("sectors", 0xFFFF_FFFE),
+    "lost": ("lost", 0),
+    "misdirected": ("misdirected", SLOT_BYTES),
+    "misdirected-back": ("misdirected", -SLOT_BYTES),
+    "misdirected-inside": ("misdirected", 4 * KIB),
+    "before-the-file": ("misdirected", -(1 << 30)),
+}
+
+
+def versioned(rig: Any, opcode: Opcode, slot: int, version: int, **options: Any) -> Any:
+    """A submission whose identity carries a sequence number, as those of a store do."""
+    record = rig.record(opcode, slot, **options)
+    record["identity"][0, 144] = version
+    return record
+
+
+def expected_slots(rig: Any, before: np.ndarray, memory: np.ndarray, name: str) -> np.ndarray:
+    """What the file holds after the damaged write of slot 1."""
+    action, argument = SILENT[name]
+    after, low = before.copy(), rig.slot_bytes
+    if action == "torn":
+        after[low : low + argument] = memory[:argument]
+    elif action == "sectors":
+        for at in range(0, rig.slot_bytes, 4096):
+            if argument >> at // 4096 % 32 & 1:
+                after[low + at : low + at + 4096] = memory[at : at + 4096]
+    elif action == "misdirected" and low + argument >= 0:
+        after[low + argument : low + argument + rig.slot_bytes] = memory
+    elif action == "flip":
+        after[low : low + rig.slot_bytes] = memory
+    return after
+
+
+@pytest.mark.parametrize("direct", ["auto", "off"])
+@pytest.mark.parametrize("name", SILENT)
+async def test_a_write_that_is_wrong_and_called_good_is_found_at_its_read(
+    open_rig: Any, kind: str, name: str, direct: str
+) -> None:
+    """INV-910, INV-914, INV-927: a bit flipped on the way, a torn, lost or misdirected write: the
+    write says ok, memory is unharmed, the disk holds what the fault says, and neither the slot nor
+    the one that was hit in its place is ever called good.
+    """
+    action, argument = SILENT[name]
+    async with open_rig(kind, payload_bytes=128 * KIB, slots=4, direct=direct) as rig:
+        for slot in range(4):
+            rig.fill(slot)
+            write = rig.submit([versioned(rig, Opcode.WRITE, slot, 1)])[0]
+            assert await write.end() == OK
+        before = rig.memory[: 4 * rig.slot_bytes].copy()
+        data = rig.fill(1)
+        hold = rig.inject(action, argument, opcode=Opcode.WRITE)
+        write = rig.submit([versioned(rig, Opcode.WRITE, 1, 2)])[0]
+        assert await write.end() == OK
+        assert hold.release() == 1
+        assert np.array_equal(data, rig.payload(1))
+        reads = [
+            versioned(rig, Opcode.READ, slot, 1 + (slot == 1), memory=4 + slot) for slot in range(4)
+        ]
+        statuses = [await read.end() for read in rig.submit(reads)]
+        expected = expected_slots(rig, before, rig.slot(1), name)
+        found = rig.memory[4 * rig.slot_bytes : 8 * rig.slot_bytes]
+        if action == "flip":
+            assert 1 == int(np.unpackbits(found ^ expected).sum())
+        else:
+            assert np.array_equal(found, expected)
+        harmed = (expected != before).reshape(4, -1).any(axis=1)
+        harmed[1] = True
+        assert [MISMATCH if bad else OK for bad in harmed] == statuses
+        mended = rig.submit([versioned(rig, Opcode.WRITE, slot, 3) for slot in range(4)])
+        assert [OK] * 4 == [await transfer.end() for transfer in mended]
+        reads = [versioned(rig, Opcode.READ, slot, 3, memory=4 + slot) for slot in range(4)]
+        assert [OK] * 4 == [await read.end() for read in rig.submit(reads)]
+
+
+@pytest.mark.parametrize("name", ["flip", "torn", "sectors", "lost", "misdirected-inside"])
+async def test_any_piece_of_a_write_may_be_wrong(open_rig: Any, kind: str, name: str) -> None:
+    """INV-113, INV-115, INV-927: whichever piece is damaged, its page is found out, no other."""
+    action, argument = SILENT[name]
+    argument = {"flip": 8 * 100, "torn": 4 * KIB, "sectors": 0b1011}.get(name, argument)
+    config = IoConfig(write_piece_bytes=32 * KIB)
+    pieces = 1 if kind == "serial" else 5
+    async with open_rig(kind, config, payload_bytes=128 * KIB, slots=3) as rig:
+        for version, nth in enumerate(range(pieces), 1):
+            for slot in range(3):
+                rig.fill(slot)
+            hold = rig.inject(action, argument, skip=nth, opcode=Opcode.WRITE, **within(rig, 1))
+            writes = rig.submit([versioned(rig, Opcode.WRITE, slot, version) for slot in range(3)])
+            assert [OK] * 3 == [await transfer.end() for transfer in writes]
+            if hold.release() == 0:
+                assert nth >= 4, "the header does not make a piece of its own here"
+                continue
+            reads = [versioned(rig, Opcode.READ, at, version, memory=3 + at) for at in range(3)]
+            statuses = [await read.end() for read in rig.submit(reads)]
+            assert statuses[1] == MISMATCH
+            assert statuses[0] == OK
+            assert statuses[2] == OK or name == "misdirected-inside"
+        assert rig.engine.stats().classes[IoClass.REQUIRED].inflight_bytes == 0
+
+
+def within(rig: Any, slot: int) -> dict[str, Any]:
+    """The selector of the pieces of one slot, as either kind of rule spells it."""
+    low, high = slot * rig.slot_bytes, (slot + 1) * rig.slot_bytes
+    if rig.kind == "simulated":
+        return {"offset_min": low, "offset_max": high}
+    return {"offset": (low, high)}
+
+
+async def test_faults_of_writes_let_reads_pass(open_rig: Any, kind: str) -> None:
+    """A torn, lost or sectorwise rule without an opcode is kept for the next write."""
+    async with open_rig(kind) as rig:
+        data = await written(rig, 0)
+        holds = [rig.inject(action, 4 * KIB) for action in ("torn", "sectors", "lost")]
+        assert await rig.read(0).end() == OK
+        assert np.array_equal(data, rig.payload(rig.slot_count))
+        assert [0, 0, 0] == [hold.release() for hold in holds]
+
+
+async def test_without_checksums_only_the_header_is_proved(open_rig: Any, kind: str) -> None:
+    """INV-915: the identity still finds a lost and a misdirected write; a payload that is flipped
+    or torn behind its header passes: that is what switching checksums off gives up.
+    """
+    seal, verify = (flag | SubmitFlag.NO_CHECKSUM for flag in (SubmitFlag.SEAL, SubmitFlag.VERIFY))
+    outcomes = {}
+    async with open_rig(kind, payload_bytes=128 * KIB, slots=4) as rig:
+        for version, name in enumerate(SILENT, 1):
+            if name == "flip" and kind == "simulated":
+                continue  # which bit is drawn there: it may be one of the header
+            for slot in range(4):
+                rig.fill(slot)
+                write = rig.submit([versioned(rig, Opcode.WRITE, slot, 2 * version, flags=seal)])[0]
+                assert await write.end() == OK
+            action, argument = SILENT[name]
+            rig.fill(1)
+            hold = rig.inject(action, argument, opcode=Opcode.WRITE)
+            write = rig.submit([versioned(rig, Opcode.WRITE, 1, 2 * version + 1, flags=seal)])[0]
+            assert await write.end() == OK
+            assert hold.release() == 1
+            read = rig.submit(
+                [versioned(rig, Opcode.READ, 1, 2 * version + 1, memory=5, flags=verify)]
+            )[0]
+            outcomes[name] = await read.end()
+            if outcomes[name] == OK:
+                assert not np.array_equal(rig.payload(1), rig.payload(5))
+    passing = {"flip", "torn", "torn-header", "sectors"} & outcomes.keys()
+    assert passing == {name for name, status in outcomes.items() if status == OK}
+    assert {OK, MISMATCH} == set(outcomes.values())

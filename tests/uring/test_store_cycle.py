@@ -6,15 +6,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import kvstore
-from kvstore.testing import pattern
 
-PAGE_BYTES = 64 << 10
-BLOCK = 16
-BLOCKS = 4  # per request
+from .serving import BLOCK, BLOCKS, PAGE_BYTES, serve  # noqa: TID252
 
 
 def config(path: Path, engine: str, **options: Any) -> kvstore.StoreConfig:
@@ -31,26 +27,6 @@ def config(path: Path, engine: str, **options: Any) -> kvstore.StoreConfig:
         check_invariants=True,
         **options,
     )
-
-
-async def serve(store: kvstore.KVStore, number: int) -> int:
-    """Run one request: check what was cached, compute the rest; returns the cached blocks."""
-    pool = np.asarray(store.device_pool("full").as_tensor()).reshape(-1, PAGE_BYTES)
-    tokens = list(range(number * 1000, number * 1000 + BLOCK * BLOCKS))
-    async with store.session(tokens) as session:
-        restore = await session.resume()
-        restore.raise_for_status()
-        cached = session.cached_tokens // BLOCK
-        table = session.page_table("full")
-        for block in range(cached):
-            assert np.array_equal(pattern(f"{number}.{block}", PAGE_BYTES), pool[table[block]])
-        await session.grow(len(tokens))
-        table = session.page_table("full")
-        for block in range(cached, BLOCKS):
-            pool[table[block]] = pattern(f"{number}.{block}", PAGE_BYTES)
-        session.commit(tokens[session.history_tokens :])
-        session.suspend()
-    return cached
 
 
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])

@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import numpy as np
 import pytest
 
 import kvstore
 from kvstore._uring.native import Arena
 from kvstore.config import slot_bytes
-from kvstore.testing import check_balances, pattern
+from kvstore.testing import check_balances
 from kvstore.tiers import host
 
-PAGE_BYTES = 64 << 10
-BLOCK = 16
-BLOCKS = 4  # per request
+from .serving import BLOCK, BLOCKS, PAGE_BYTES, serve  # noqa: TID252
+
 PART = 4  # slots
 
 
@@ -73,26 +71,6 @@ def opened(path: Path, memory: Memory, group_count: int = 1) -> Any:
         check_invariants=True,
     )
     return kvstore.open_store(config, memory=memory)
-
-
-async def serve(store: kvstore.KVStore, number: int) -> int:
-    """Run one request: check what was cached, compute the rest; returns the cached blocks."""
-    pool = np.asarray(store.device_pool("full").as_tensor()).reshape(-1, PAGE_BYTES)
-    tokens = list(range(number * 1000, number * 1000 + BLOCK * BLOCKS))
-    async with store.session(tokens) as session:
-        restore = await session.resume()
-        restore.raise_for_status()
-        cached = session.cached_tokens // BLOCK
-        table = session.page_table("full")
-        for block in range(cached):
-            assert np.array_equal(pattern(f"{number}.{block}", PAGE_BYTES), pool[table[block]])
-        await session.grow(len(tokens))
-        table = session.page_table("full")
-        for block in range(cached, BLOCKS):
-            pool[table[block]] = pattern(f"{number}.{block}", PAGE_BYTES)
-        session.commit(tokens[session.history_tokens :])
-        session.suspend()
-    return cached
 
 
 def total(store: kvstore.KVStore, group: str = "full") -> int:

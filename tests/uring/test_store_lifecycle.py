@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore.tiers.disk import OsSlotFiles
 
 PAGE_BYTES = 16 << 10
 SLOT_BYTES = PAGE_BYTES + 4096
@@ -180,6 +181,44 @@ async def test_cancelling_the_opening_leaves_nothing(tmp_path: Path) -> None:
                 await asyncio.sleep(3600)
         async with kvstore.open_store(config(tmp_path)) as store:
             await put(store, 1)
+
+
+@pytest.mark.parametrize("moment", ["open", "opening"])
+async def test_a_process_forked_meanwhile_does_not_keep_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """INV-923: a child has a copy of each descriptor, for its life or until it executes a program;
+    closing gives the directory up all the same, and so does an opening that is cancelled.
+    """
+    copies: list[int] = []
+    real = OsSlotFiles.lock
+
+    def lock(self: OsSlotFiles, directory: str) -> int:
+        fd = real(self, directory)
+        copies.append(os.dup(fd))  # as a fork does
+        return fd
+
+    monkeypatch.setattr(OsSlotFiles, "lock", lock)
+    try:
+        if moment == "opening":
+            monkeypatch.setattr(OsSlotFiles, "open", _refuse)
+            with pytest.raises(OSError, match="injected"):
+                await kvstore.open_store(config(tmp_path)).__aenter__()
+            monkeypatch.undo()
+        else:
+            async with kvstore.open_store(config(tmp_path)):
+                with pytest.raises(kvstore.BusyError):
+                    await kvstore.open_store(config(tmp_path)).__aenter__()
+        assert copies
+        async with kvstore.open_store(config(tmp_path)) as store:
+            await put(store, 1)
+    finally:
+        for fd in copies:
+            os.close(fd)
+
+
+def _refuse(*_: Any) -> Any:
+    raise OSError("injected")
 
 
 async def test_a_call_from_another_thread_is_refused(tmp_path: Path) -> None:

@@ -84,6 +84,15 @@ async def get(store: kvstore.KVStore, number: int, blocks: int = 4, **options: A
         return restore.valid_tokens // BLOCK
 
 
+async def held(store: kvstore.KVStore, number: int) -> Any:
+    """Compute one request and return its session, suspended: its pages are held."""
+    session = store.session(tokens_of(number))
+    await session.resume()
+    await fill(store, session, number, 4)
+    session.suspend()
+    return session
+
+
 async def test_without_a_host_tier_pages_go_to_disk_through_staging(tmp_path: Path) -> None:
     """INV-415: a store without a host tier is legal, and every byte comes back."""
     async with kvstore.open_store(config(tmp_path, host=0)) as store:
@@ -96,13 +105,7 @@ async def test_without_a_host_tier_pages_go_to_disk_through_staging(tmp_path: Pa
 async def test_full_tiers_swap_by_the_bounce_buffer(tmp_path: Path) -> None:
     """INV-407, INV-408: held pages fill every tier, and still each session can be resumed."""
     async with kvstore.open_store(config(tmp_path, device=4, host=4, disk=8)) as store:
-        sessions = []
-        for number in range(4):
-            session = store.session(tokens_of(number))
-            await session.resume()
-            await fill(store, session, number, 4)
-            session.suspend()
-            sessions.append(session)
+        sessions = [await held(store, number) for number in range(4)]
         for _ in range(3):
             for number, session in enumerate(sessions):
                 (await session.resume()).raise_for_status()
@@ -354,13 +357,7 @@ async def test_resize_online_with_open_sessions(tmp_path: Path, level: str) -> N
 async def test_a_shrink_that_held_pages_do_not_survive_is_refused(tmp_path: Path) -> None:
     """INV-902: OutOfPages, and nothing changed."""
     async with kvstore.open_store(config(tmp_path, device=4, host=8, disk=8)) as store:
-        sessions = []
-        for number in range(5):
-            session = store.session(tokens_of(number))
-            await session.resume()
-            await fill(store, session, number, 4)
-            session.suspend()
-            sessions.append(session)
+        sessions = [await held(store, number) for number in range(5)]
         with pytest.raises(kvstore.OutOfPages, match="resize"):
             await store.resize("disk", 2 * SLOT_BYTES)
         assert 8 == store.stats().pools["disk", "full"].total

@@ -207,6 +207,15 @@ class Driver:
         self.fill(name, blocks, priority).close()
         check_state(self.tables)
 
+    def evict_written_through(self, name: str, blocks: int) -> list[Move]:
+        """Put a request and empty the device; returns the background writes, still running."""
+        self.put(name, blocks)
+        shrunk = tuple(pool.total for pool in self.tables.pools[0])
+        self.tables.apply(self.tables.plan_trim(0, shrunk))
+        self.pump()
+        self.finish_all(MoveKind.EVICT)
+        return [move for move in self.running if move.kind is MoveKind.WRITE_THROUGH]
+
     def get(self, name: str, blocks: int) -> int:
         """Resume what is there of a name, close, and return how many blocks that was."""
         session = self.open(name, blocks)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.core.page import MoveKind, PageState
+from kvstore.core.page import PageState
 from kvstore.core.planner import Plan
 
 
@@ -65,10 +65,7 @@ def test_failed_write_of_a_promised_source_tells_the_holder(make: Any) -> None:
 def test_failed_write_of_a_taken_back_copy_counts_as_a_required_one(make: Any) -> None:
     """INV-912, INV-514: it had become the required write; the page returns to the host."""
     driver = make(2, 8, 8, write_through=True)
-    driver.put("a", 2)
-    trim(driver, 0)
-    driver.finish_all(MoveKind.EVICT)
-    writes = [move for move in driver.running if move.kind is MoveKind.WRITE_THROUGH]
+    writes = driver.evict_written_through("a", 2)
     trim(driver, 1)
     assert driver.levels("a", 2) == [2, 2]
     driver.end(writes[0], "failed")
@@ -144,10 +141,7 @@ def test_failure_voids_what_would_have_read_the_target(make: Any) -> None:
 def test_a_reserved_copy_that_failed_is_gone_before_it_is_planned(make: Any) -> None:
     """INV-513, INV-516: the page counts as a newcomer and is written."""
     driver = make(2, 8, 8, write_through=True)
-    driver.put("a", 1)
-    trim(driver, 0)
-    driver.finish_all(MoveKind.EVICT)
-    (write,) = [move for move in driver.running if move.kind is MoveKind.WRITE_THROUGH]
+    (write,) = driver.evict_written_through("a", 1)
     driver.end(write, "failed")
     plan = driver.tables.plan_trim(1, (8,))
     assert isinstance(plan, Plan)

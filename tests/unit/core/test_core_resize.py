@@ -107,11 +107,7 @@ def test_slots_above_the_new_end_are_not_handed_out_and_drain(make: Any) -> None
 def test_host_shrink_promotes_the_background_writes_it_waits_for(make: Any) -> None:
     """INV-109: a resize that waits for a host slot makes its write required."""
     driver = make(2, 8, 8, write_through=True)
-    driver.put("a", 2)
-    driver.tables.apply(driver.tables.plan_trim(0, (2,)))
-    driver.pump()
-    driver.finish_all(MoveKind.EVICT)
-    writes = [move for move in driver.running if move.kind is MoveKind.WRITE_THROUGH]
+    writes = driver.evict_written_through("a", 2)
     plan = driver.tables.plan_resize(1, (1,))
     assert isinstance(plan, Plan)
     driver.tables.apply(plan)

@@ -134,11 +134,7 @@ def test_a_recall_does_not_wait_for_the_write(make: Any) -> None:
 def test_releasing_the_host_slot_promotes_the_write(make: Any) -> None:
     """INV-109, INV-110, INV-610: once; a second promotion changes nothing."""
     driver = make(2, 8, 8, write_through=True)
-    driver.put("a", 2)
-    driver.tables.apply(driver.tables.plan_trim(0, (2,)))
-    driver.pump()
-    driver.finish_all(MoveKind.EVICT)
-    writes = [move for move in driver.running if move.kind is MoveKind.WRITE_THROUGH]
+    writes = driver.evict_written_through("a", 2)
     session = driver.open("a", 2).start()
     assert set(driver.promoted) == set(writes)
     driver.tables.promote(writes[0])
@@ -185,11 +181,7 @@ def test_a_pending_copy_is_taken_back_and_promoted(make: Any) -> None:
 def test_a_dying_pending_copy_is_withdrawn_not_promoted(make: Any) -> None:
     """INV-515, INV-610: nobody wants the data any more."""
     driver = make(2, 8, 8, write_through=True)
-    driver.put("a", 2)
-    driver.tables.apply(driver.tables.plan_trim(0, (2,)))
-    driver.pump()
-    driver.finish_all(MoveKind.EVICT)
-    writes = [move for move in driver.running if move.kind is MoveKind.WRITE_THROUGH]
+    writes = driver.evict_written_through("a", 2)
     driver.tables.clear()
     driver.pump()
     assert driver.promoted == []
