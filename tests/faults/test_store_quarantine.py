@@ -129,7 +129,7 @@ async def test_slots_behind_a_gate_are_quarantined_as_well():
     """INV-119, INV-205: the reads of a gated restore do not come back: its gate opens as failed at
     the deadline, and nobody is given slots that only the end of those reads sets free.
     """
-    async with opened(LOST, LARGE, SMALL) as (store, client, rig):
+    async with opened(LOST, LARGE, SMALL) as (_store, client, rig):
         async with client.session(tokens_of(8, 9000)) as filler:
             await filler.resume(client.stream)
             await client.grow(filler, 8 * BLOCK)  # and give the room back: a gate needs free slots
