@@ -308,7 +308,7 @@ class Executor:
         self._landless: dict[_Job, None] = {}  # jobs that wait for a landing slot
         self._held: set[Move] = set()  # moves that a gated restore starts itself,
         self._ready: list[Move] = []  # and those of them that may start
-        self._landing_timer: asyncio.TimerHandle | None = None
+        self._landing_timers: dict[SlotLoans, asyncio.TimerHandle] = {}
         self.on_idle: list[Callable[[], None]] = []
         self._open_io = 0  # transfers and batches of copies that native code has
         self._is_broken = False
@@ -498,27 +498,28 @@ class Executor:
 
         self._landless[job] = None
         loans.take(taken)
-        if self._landless and self._landing_timer is None:
-            self._watch_landing()
+        if job in self._landless and loans not in self._landing_timers:
+            self._watch_landing(loans)
 
-    def _watch_landing(self) -> None:
-        """Fail those who wait for landing slots when none comes back any more (INV-119).
+    def _watch_landing(self, loans: SlotLoans) -> None:
+        """Fail those who wait for landing slots of one pool when none comes back (INV-119).
 
         Slots that transfers never gave back would otherwise keep every later move waiting.
         """
-        given = [loans.given_count for loans in (*self._staging, *self._bounce)]
+        given = loans.given_count
 
         def check() -> None:
-            self._landing_timer = None
-            now = [loans.given_count for loans in (*self._staging, *self._bounce)]
-            if now == given:
-                stuck, self._landless = list(self._landless), {}
-                for job in stuck:
+            del self._landing_timers[loans]
+            if loans.given_count == given:
+                for job in self._waiting_for(loans):
                     self._end(job, DEADLINE)
-            if self._landless:
-                self._watch_landing()
+            if self._waiting_for(loans) and loans not in self._landing_timers:
+                self._watch_landing(loans)
 
-        self._landing_timer = self._loop.call_later(self._stall_s, self._guarded, check)
+        self._landing_timers[loans] = self._loop.call_later(self._stall_s, self._guarded, check)
+
+    def _waiting_for(self, loans: SlotLoans) -> list[_Job]:
+        return [job for job in self._landless if job.loans is loans]
 
     def _pull(self, job: _Job) -> None:
         """Bring the bytes from the source into the landing slot."""

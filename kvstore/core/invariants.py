@@ -215,7 +215,8 @@ def _check_moves(tables: Transitions) -> None:
             move.via_bounce and move.page.group == group and move.state is not MoveState.PLANNED
             for move in tables.moves
         )
-        _require(free + used == tables.spec.bounce_pages and free >= 0, "INV-407", "bounce pages")
+        _require(free + used == tables.spec.bounce_pages, "INV-407", "bounce pages")
+        _require(free >= 0 or tables.bounce_promised[group], "INV-407", "bounce page lent twice")
     counters = tables.counters
     skipped = sum(counters.write_through_skipped_by.values())
     _require(skipped == counters.write_through_skipped, "INV-615", "a skip without a reason")

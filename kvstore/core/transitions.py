@@ -150,6 +150,8 @@ class Transitions:
         #: Moves with a bad verdict whose last piece may never come back (INV-119).
         self.stalled_moves: set[Move] = set()
         self.bounce_free = [spec.bounce_pages] * len(spec.groups)
+        #: More moves were sent to the executor than it has bounce pages: see `_grant_bounce`.
+        self.bounce_promised = [False] * len(spec.groups)
         self._bounce_line: list[deque[Move]] = [deque() for _ in spec.groups]
         #: Whether holds and commits count uses: admission or a policy asks for them.
         self.counts_uses = spec.selective_uses is not None or any(
@@ -522,14 +524,27 @@ class Transitions:
     def _grant_bounce(self, group: int) -> None:
         """Hand bounce pages out in the order of the plans, so that holders never wait in a ring.
 
-        One page per cycle, given back when the move has ended (INV-407).
+        One page per cycle, given back when the move has ended (INV-407). When stalled moves have
+        every page, nobody waits for them here (INV-119): who gets none from the executor within
+        the default deadline fails.
         """
         line = self._bounce_line[group]
-        while line and self.bounce_free[group] and not line[0].blocked:
+        while line and not line[0].blocked:
+            if self.bounce_free[group] <= 0:
+                if not self.has_lost_bounce(group):
+                    return
+                self.bounce_promised[group] = True
             move = line.popleft()
             self.bounce_free[group] -= 1
             move.set_state(MoveState.BOUNCING)
             self.outbox.start.append(move)
+
+    def has_lost_bounce(self, group: int) -> bool:
+        """Tell whether every bounce page of a group belongs to a move that has stalled."""
+        lost = 0
+        for move in self.stalled_moves:
+            lost += move.via_bounce and move.page.group == group
+        return lost >= self.spec.bounce_pages
 
     def charge_background(self, move: Move, page_bytes: int) -> None:
         """Count a write-through against the cap until it is over (INV-111, INV-112)."""
@@ -659,6 +674,8 @@ class Transitions:
                 self._bounce_line[group].remove(move)
             else:
                 self.bounce_free[group] += 1
+                if self.bounce_free[group] >= 0:
+                    self.bounce_promised[group] = False
             self._grant_bounce(group)
 
     # -- outcomes -----------------------------------------------------------------------------
@@ -720,6 +737,8 @@ class Transitions:
             self.end_move(move)
             return
         self.stalled_moves.add(move)
+        if move.via_bounce:
+            self._grant_bounce(move.page.group)
         for used in (move.source, move.target):
             slot = used.pool.handles[used.slot_id]  # a later handle of the slot inherits the use
             if slot is not None and any(fence.is_stalled for fence in slot.outstanding()):

@@ -13,8 +13,8 @@ import anyio
 import pytest
 
 from kvstore._uring.base import Opcode
-from kvstore.config import IoClass, slot_bytes
-from kvstore.errors import OutOfPages, PagesLost
+from kvstore.config import IoClass, PoolGroupConfig, slot_bytes
+from kvstore.errors import DeadlineError, OutOfPages, PagesLost
 from kvstore.testing import FaultPlan, SimClient, SimRig, sim_config
 
 BLOCK = 8
@@ -153,3 +153,71 @@ async def test_slots_behind_a_gate_are_quarantined_as_well():
         await asyncio.sleep(0.1)
         with anyio.fail_after(1):
             assert len(LARGE) == await client.get(LARGE)
+
+
+async def test_moves_in_a_ring_do_not_wait_for_a_lost_bounce_slot():
+    """INV-119, INV-407: two full tiers swap page by page, and the first read into the only bounce
+    slot does not come back: the other pages have an answer too, now and at the next swap.
+    """
+    config = sim_config(
+        host_pages=0,
+        device_pages=4,
+        disk_pages=4,
+        io={"deadline": DEADLINE_S, "bounce_pages": 1},
+    )
+    rig = SimRig.create(config, faults=FaultPlan())
+    async with rig.open(config) as store, contextlib.AsyncExitStack() as stack:
+        client = SimClient(store, rig, config)
+        histories = [client.history(tokens_of(4, first)) for first in (0, 1000)]
+        sessions = []
+        for history in histories:
+            await client.put(history.tokens)
+            sessions.append(await stack.enter_async_context(client.session(history.tokens)))
+            client.step()
+        rig.faults.add("never", opcode=Opcode.READ)
+        for session, history in zip(sessions, histories, strict=True):
+            with anyio.fail_after(3 * DEADLINE_S), contextlib.suppress(OutOfPages):
+                history.truncate(await client.resume(session, history))
+                session.suspend(client.stream.record())
+                client.step()
+        assert 1 == rig.faults.held_count
+        rig.faults.release()
+        await asyncio.sleep(0.1)
+        for session, history in zip(sessions, histories, strict=True):
+            with anyio.fail_after(1):
+                assert len(history.tokens) == await client.resume(session, history)
+                session.suspend(client.stream.record())
+                client.step()
+    rig.check_closed()
+
+
+async def test_lost_landing_slots_of_one_group_are_noticed_while_another_group_works():
+    """INV-119, INV-334: every landing slot of one pool group is lost. Who waits for one is told at
+    its deadline, although those of the other group come and go.
+    """
+    documents = [tokens_of(2, 1000 * number) for number in range(1, 7)]
+    groups = (PoolGroupConfig("a", 8192), PoolGroupConfig("b", 8192))
+    io = {"deadline": DEADLINE_S, "staging_bytes": 4 * slot_bytes(8192)}
+    async with opened(*documents, groups=groups, disk_pages=192, io=io) as (store, client, rig):
+        file_id = store._disk.groups[1].file_ids[0]
+        rig.faults.add("never", opcode=Opcode.READ, file_id=file_id, count=2)
+        assert 0 == await client.get(documents[0])
+        assert 2 == rig.faults.held_count
+
+        async def others() -> None:
+            while True:
+                for tokens in documents[3:]:
+                    with contextlib.suppress(DeadlineError, OutOfPages):
+                        await client.get(tokens, deadline=0.3)
+                    await client.flood(48)  # down to the disk again
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(others)
+            await asyncio.sleep(0.1)
+            with anyio.fail_after(1.1 * DEADLINE_S):
+                assert 0 == await client.get(documents[2])
+            tasks.cancel_scope.cancel()
+        rig.faults.release()
+        await asyncio.sleep(0.1)
+        with anyio.fail_after(1):
+            assert 2 * BLOCK == await client.get(documents[3])

@@ -14,6 +14,7 @@ from typing import Any
 
 import anyio
 
+from kvstore._uring.base import Opcode
 from kvstore.config import PoolGroupConfig, StoreConfig
 from kvstore.errors import KVStoreError
 from kvstore.testing import FaultPlan, SimDisk, SimRig, Traffic, TrafficSpec, sim_config
@@ -142,8 +143,65 @@ async def test_random_resizes_and_refused_device_calls(seed):
     await _noted(config, spec, FaultPlan(), seed)
 
 
+def _hard_plan(random: Random) -> FaultPlan:
+    """Return a plan with many rules, among them operations that do not come back."""
+    plan = FaultPlan.random(random, rate=8, never=True)
+    for _ in range(random.randrange(3)):
+        plan.add(
+            "never",
+            opcode=random.choice([None, Opcode.READ, Opcode.WRITE]),
+            nth=random.randrange(60),
+            count=random.choice([1, 3, 8, 20]),
+        )
+    return plan
+
+
+async def test_random_everything_at_once(seed):
+    """Lost operations, gates, resizes, refused device calls and cancels in one run: every request
+    ends while the operations are lost, and all comes back with them (INV-119, INV-204, INV-416).
+    """
+    random = Random(seed)
+    config = _config(random)
+    plan = _hard_plan(random)
+    spec = TrafficSpec(
+        gated_rate=random.choice([0.0, 0.5]),
+        resize_rate=random.choice([0.0, 0.5]),
+        device_fault_rate=random.choice([0.0, 0.0, 0.2]),
+        cancel_rate=random.choice([0.1, 0.5]),
+    )
+    await _noted(config, spec, plan, seed)
+
+
+async def test_random_close_with_lost_operations(seed):
+    """The store is left in the middle of all that: closing ends, and no gate stays shut (INV-139,
+    INV-222, INV-907).
+    """
+    random = Random(seed)
+    config = _config(random)
+    rig = SimRig.create(config, seed=seed, faults=_hard_plan(random))
+    spec = TrafficSpec(
+        gated_rate=random.choice([0.0, 0.5]), resize_rate=random.choice([0.0, 0.5]), cancel_rate=0.2
+    )
+
+    async def leave() -> None:
+        await asyncio.sleep(random.random() * random.choice([0.01, 0.1, 3.0]))
+        raise _PowerOffError
+
+    try:
+        with anyio.fail_after(TIME_LIMIT):
+            async with rig.open(config) as store, anyio.create_task_group() as group:
+                group.start_soon(Traffic(store, rig, config, spec, seed).run)
+                group.start_soon(leave)
+    except BaseException as error:
+        for leaf in _leaves(error):
+            if not isinstance(leaf, (_PowerOffError, KVStoreError)):
+                raise
+    assert 0 == rig.gate.open_count
+    assert 0 == rig.engine.open_count
+
+
 class _PowerOffError(Exception):
-    """The machine is gone; nothing the first store says afterwards matters."""
+    """The machine is gone, or the caller leaves; what the store says afterwards does not matter."""
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
