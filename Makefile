@@ -36,6 +36,7 @@ help:
 	@echo "make lint      ruff, clang-format, mypy, import-linter; make format applies the formats"
 	@echo "make bench     measure bookkeeping and raw I/O on this machine (about 5 minutes)"
 	@echo "make sanitize  the ring tests with the address and undefined-behaviour sanitizers"
+	@echo "make stress    random transfers, cancels, faults, shutdowns under them, then a leak check"
 	@echo "make coverage  the tests with branch coverage"
 	@echo "make torch     install $(TORCH) into the .venv, for the tests that use it"
 	@echo "make clean     remove what was built; make distclean: the .venv too"
@@ -116,19 +117,29 @@ coverage: setup
 	@$(BIN)/coverage report
 
 # The extension is built a second time, aside, with the sanitizers; the preloaded run-time
-# belongs to the compiler. Leaks are not asked for: the interpreter keeps memory until it exits.
+# belongs to the compiler. The tests do not ask for leaks, because the interpreter keeps memory
+# until it exits; `make stress` does, and tells what is ours from what is not.
 ASAN_LIBRARY = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
 
 SANITIZE_TESTS ?= $(wildcard tests/uring tests/unit/uring tests/unit/device tests/unit/test_uring_*.py)
 
-.PHONY: sanitize
-sanitize: setup
+STRESS_ARGS ?= --transfers 100000 --seed 1
+SANITIZED = cd build/sanitize && LD_PRELOAD="$(ASAN_LIBRARY)" PYTHONPATH=. PYTHONMALLOC=malloc
+
+.PHONY: sanitized sanitize stress
+sanitized: setup
 	@rm -rf build/sanitize && mkdir -p build/sanitize
 	@cp -R kvstore build_uring.py pyproject.toml README.md LICENSE tests build/sanitize/ && cp -R bench build/sanitize/kvstore_bench
 	@rm -f build/sanitize/kvstore/_uring/*.so build/sanitize/kvstore/_uring/*.o
 	@cd build/sanitize && KVSTORE_SANITIZE=1 ../../$(BIN)/python build_uring.py
-	@cd build/sanitize && LD_PRELOAD="$(ASAN_LIBRARY)" ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 \
-	  PYTHONPATH=. PYTHONMALLOC=malloc ../../$(BIN)/python -m pytest $(PYTEST_ARGS) $(SANITIZE_TESTS)
+
+sanitize: sanitized
+	@$(SANITIZED) ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 \
+	  ../../$(BIN)/python -m pytest $(PYTEST_ARGS) $(SANITIZE_TESTS)
+
+stress: sanitized
+	@$(SANITIZED) ASAN_OPTIONS=detect_leaks=1:leak_check_at_exit=0:abort_on_error=0 \
+	  ../../$(BIN)/python tests/uring/stress.py $(STRESS_ARGS)
 
 # -------------------------------------------------------------------------------------- clean-up
 

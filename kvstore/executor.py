@@ -966,6 +966,12 @@ class Executor:
         job = self.jobs.get(move)
         if job is None:
             return
+        if move.state is MoveState.ENDED:  # by the tables, while it waited for its target
+            del self.jobs[move]
+            job.give_back()
+            self.room_grew = True
+            self.review(move.page)
+            return
         job.is_cancelled = True
         transfer = job.transfer
         if transfer is not None and transfer.is_submitted:

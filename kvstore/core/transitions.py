@@ -584,7 +584,7 @@ class Transitions:
         move.is_detached = True
         source, page = move.source, move.page
         if move.state is MoveState.PLANNED or move.state is MoveState.BOUNCED:
-            self.end_move(move)  # the executor does not have it
+            self.end_move(move)  # nothing of it is in flight
         else:
             self.outbox.cancel.append(move)
         self._detach_writer(source, page)
@@ -625,6 +625,8 @@ class Transitions:
         user = source.pool.handles[source.slot_id]  # the source itself, or who inherited its uses
         if user is not None and user.readers is not None:
             user.forget_reader(move)
+        if state is _BOUNCED:
+            self.outbox.cancel.append(move)  # between its stages: the executor has a slot of it
         if move.via_bounce:
             group = move.page.group
             if state is _PLANNED:

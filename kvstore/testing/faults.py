@@ -29,7 +29,7 @@ class FaultKind(Enum):
     TORN = "torn"  # a write: only the first value bytes reach the file, reports success
     SECTORS = "sectors"  # a write: only 4 KiB sectors with bit i % 32 of value set, reports success
     LOST = "lost"  # a write: nothing reaches the file, reports success
-    MISDIRECTED = "misdirected"  # moves value bytes further on in the file, reports success
+    MISDIRECTED = "misdirected"  # moves value bytes from there in the file, reports success
     NEVER = "never"  # no completion until `FaultPlan.release`
     LATE = "late"  # completes value nanoseconds later
 
@@ -141,8 +141,10 @@ class FaultPlan:
                 value = rng.choice([errno.EIO, errno.ENOSPC, errno.EINVAL, errno.EFBIG])
             elif kind is FaultKind.SHORT:
                 value = rng.choice([1, 511, 4096, 8192])
-            elif kind in {FaultKind.TORN, FaultKind.MISDIRECTED}:
+            elif kind is FaultKind.TORN:
                 value = 4096 * rng.randrange(1, 4)
+            elif kind is FaultKind.MISDIRECTED:
+                value = 4096 * rng.choice([-6, -3, -2, -1, 1, 2, 3, 6])
             elif kind is FaultKind.SECTORS:
                 value = rng.getrandbits(32)
             elif kind is FaultKind.LATE:

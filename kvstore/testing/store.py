@@ -17,6 +17,7 @@ from kvstore.config import (
     StoreConfig,
     slot_bytes,
 )
+from kvstore.errors import DeviceError
 from kvstore.stats import PoolStats, StoreStats
 from kvstore.testing.completions import SimCompletions
 from kvstore.testing.device import SimDevice
@@ -141,7 +142,7 @@ class SimRig:
                 await self.engine.aclose()
 
     async def event(self, stream: Any) -> None:
-        """Wait until the stream gets here."""
+        """Wait until the stream gets here. Raises: DeviceError: it never will."""
         future: asyncio.Future[int] = self.loop.create_future()
 
         def done(status: int, _flags: int, _value: int) -> None:
@@ -155,7 +156,8 @@ class SimRig:
             self.completions.discard(token)
             raise
         status = await future
-        assert status == 0, f"the device answered {status}"
+        if status != 0:
+            raise DeviceError(f"the device answered {status}", code=status)
 
     def check_closed(self) -> None:
         """Raise AssertionError if the store left something behind (INV-908)."""

@@ -158,3 +158,42 @@ async def test_the_watchdog_names_an_open_ticket_and_publishes_nothing(
         assert any("unpublished" in record.message for record in caplog.records)
         lease.end(tickets)
         assert 0 == rig.gate.open_count
+
+
+@pytest.mark.parametrize("microseconds", range(0, 800, 20))
+async def test_a_device_lost_in_the_middle_of_a_swap(
+    microseconds: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """INV-120, INV-407, INV-917: a page in the bounce buffer whose move ends there gives its bounce
+    slot back; the store closes at once and leaves nothing.
+    """
+    config = sim_config(device_pages=4, host_pages=4, disk_pages=4, block_tokens=BLOCK)
+    rig = SimRig.create(config)
+    async with rig.open(config) as store:
+        client = SimClient(store, rig, config)
+        sessions = []
+        for base in (0, 1000, 2000):  # held pages fill every tier
+            session = client.session(list(range(base, base + 4 * BLOCK)))
+            await session.resume(client.stream)
+            assert await client.grow(session, 4 * BLOCK)
+            session.commit(list(range(base, base + 4 * BLOCK)))
+            await client.settle()
+            session.suspend(client.stream.record())
+            await client.step()
+            sessions.append(session)
+
+        async def restore() -> None:
+            with contextlib.suppress(kvstore.StoreFailed, kvstore.LogicError):
+                await sessions[0].resume(client.stream)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(restore)
+            await anyio.sleep(microseconds * 1e-6)
+            rig.device.fail(CODE_LAUNCH_FAILED)
+            for session in sessions:
+                session.close()
+        await anyio.sleep(0.1)
+        for loans in (*store._staging, *store._bounce):
+            assert loans.slot_count == loans.free_count
+    assert "never came back" not in caplog.text
+    rig.check_closed()

@@ -128,6 +128,9 @@ class TableModel:
                 else:
                     self.running[move] = None
             for move in outbox.cancel:
+                if move.state is MoveState.ENDED:  # between its stages: the bounce slot is free
+                    del self.bounce[move]
+                    continue
                 assert move in self.running
                 self.cancelled.add(move)
             for move in outbox.resolved:

@@ -95,6 +95,8 @@ class Session:
         self.ended = 0
         self.good = 0
         self.disturbed = 0  # pieces that met a fault
+        self.is_closing = False
+        self.failures: list[AssertionError] = []
 
     # -- submissions
 
@@ -154,7 +156,10 @@ class Session:
         transfer["events"].append((status, flags, value))
         if flags & 2:
             del self.open[token]
-            self.check_end(transfer, status)
+            try:
+                self.check_end(transfer, status)
+            except AssertionError as error:  # a queue only logs what its callbacks raise
+                self.failures.append(error)
             self.ended += 1
             self.changed.set()
 
@@ -182,7 +187,12 @@ class Session:
             assert (memory == 0xFF).all(), "a failed page was not poisoned"
         ticket = transfer["ticket"]
         if ticket is not None:
-            assert ticket.status == status, "the gate and the verdict differ"
+            assert ticket.status is not None
+            if self.is_closing and status != GOOD:
+                # all gates were opened at once (INV-205); this verdict was waiting for its poison
+                assert ticket.status in {status, -errno.ECANCELED}, "a gate opened as good"
+            else:
+                assert ticket.status == status, "the gate and the verdict differ"
             self.gate.release(ticket)
 
     # -- the life of it
@@ -241,7 +251,7 @@ class Session:
             self.open[int(row["token"])]["handle"] = int(row["handle"])
 
     async def run(self, count: int) -> None:
-        while self.ended < count:
+        while self.ended < count and not self.failures:
             self.submit_some()
             for _ in range(self.random.randrange(6)):
                 self.disturb()
@@ -259,6 +269,7 @@ class Session:
     async def aclose(self) -> None:
         """Close with work in flight; everything must end, once."""
         held = list(self.faults)
+        self.is_closing = True
         closing = asyncio.ensure_future(self.engine.aclose())
         await asyncio.sleep(0.001)
         for fault in held:  # a hung mount that comes back during the close
@@ -271,6 +282,8 @@ class Session:
                 break
             await asyncio.sleep(0.001)
         assert not self.open, "a transfer never ended"
+        if self.failures:
+            raise self.failures[0]
         stats = self.engine.stats()
         assert stats.background_bytes == 0
         for counts in stats.classes:

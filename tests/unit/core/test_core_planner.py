@@ -143,6 +143,25 @@ def test_the_bounce_buffer_breaks_each_cycle_one_page_at_a_time(make: Any) -> No
     first.close()
 
 
+def test_a_move_that_ends_between_its_stages_is_reported(make: Any) -> None:
+    """INV-120, INV-407: its bytes lie in a bounce slot of the executor, which has to hear of it."""
+    driver = make(3, 3, None, bounce_pages=1)
+    first = driver.fill("a", 3).suspend()
+    second = driver.fill("b", 3).suspend()
+    first.start()
+    (move,) = [move for move in driver.running if move.state is MoveState.BOUNCING]
+    driver.end(move)
+    assert move.state is MoveState.BOUNCED
+    first.close()
+    second.close()
+    driver.tables.clear()
+    driver.pump()
+    assert move.state is MoveState.ENDED
+    assert move in driver.cancelled
+    driver.finish_all()
+    assert driver.tables.bounce_free == [1]
+
+
 def test_a_full_store_swaps_without_a_host_tier(make: Any) -> None:
     """INV-407, INV-415: device and disk alone work the same way."""
     driver = make(2, None, 2)
