@@ -3,6 +3,7 @@
 # PYTHON is the interpreter that makes the .venv; CC compiles the extension.
 # TORCH is what `make torch` installs for the tests that read device pools as tensors; kvstore
 # itself and its other tests need no torch, and `make setup` never installs it.
+# KVSTORE_PURE_PYTHON=1 leaves the core uncompiled, and runs its Python source (docs/adr/0015).
 
 PYTHON ?= python3
 CC ?= cc
@@ -14,7 +15,7 @@ EXTRAS := bench,test,lint
 
 # The build's own requirements, as pyproject.toml names them; in the .venv, so that a rebuild
 # needs no network.
-BUILD_REQUIRES := 'setuptools>=77' 'cffi>=2.1'
+BUILD_REQUIRES := 'setuptools>=77' 'cffi>=2.1' 'mypy>=2.4'
 C_SOURCES := $(filter-out kvstore/_uring/_lib.c,$(wildcard kvstore/_uring/*.c kvstore/_uring/*.h))
 
 C_FORMATTED = $(filter-out %.cdef.h %.ptx.h,$(C_SOURCES))
@@ -22,6 +23,9 @@ C_FORMATTED = $(filter-out %.cdef.h %.ptx.h,$(C_SOURCES))
 TESTS ?= tests
 PYTEST_ARGS ?=
 BENCH_DIR ?= build/bench
+
+#: The tests that run a second time on the Python source, if the core is compiled.
+CORE_TESTS := tests/unit/core tests/property
 
 export CC
 MAKEFLAGS += --no-print-directory
@@ -32,7 +36,7 @@ MAKEFLAGS += --no-print-directory
 help:
 	@echo "make demo      replay a workload through all engine and copy options, print the table"
 	@echo "make test      lint, types, import contracts and all tests"
-	@echo "make setup     only the set-up: system packages, .venv, the compiled extension"
+	@echo "make setup     only the set-up: system packages, .venv, the compiled extension and core"
 	@echo "make lint      ruff, clang-format, mypy, import-linter; make format applies the formats"
 	@echo "make bench     measure bookkeeping and raw I/O on this machine (about 5 minutes)"
 	@echo "make sanitize  the ring tests with the address and undefined-behaviour sanitizers"
@@ -62,7 +66,16 @@ $(VENV)/.packages: $(VENV)/.system pyproject.toml
 	@touch $@
 
 # Without the headers a rebuild could only fail: ask again before each one, in milliseconds.
-$(VENV)/.built: $(VENV)/.packages build_uring.py setup.py $(C_SOURCES)
+# What the core is compiled from is compared by content: `.core` changes with it, or with the
+# variable that switches compiling off.
+$(VENV)/.core: $(VENV)/.system always
+	@$(BIN)/python kvstore/compiled.py > $@.new
+	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
+
+.PHONY: always
+always:
+
+$(VENV)/.built: $(VENV)/.packages $(VENV)/.core build_uring.py setup.py $(C_SOURCES)
 	@CFLAGS="$(CFLAGS)" scripts/system-packages "$(PYTHON)"
 	@echo "setup: building kvstore"
 	@rm -rf build/temp.* build/lib.* build/bdist.*
@@ -109,11 +122,17 @@ lint: | build
 
 .PHONY: test
 test: lint
+	@$(if $(filter tests,$(TESTS)),$(MAKE) test-source,:)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS)
+
+# The reference and the fallback: the core's own tests on its Python source.
+.PHONY: test-source
+test-source: setup
+	@grep -q pure $(VENV)/.core || KVSTORE_PURE_PYTHON=1 $(BIN)/python -m pytest $(PYTEST_ARGS) $(CORE_TESTS)
 
 .PHONY: coverage
 coverage: setup
-	@$(BIN)/coverage run -m pytest $(PYTEST_ARGS) $(TESTS)
+	@KVSTORE_PURE_PYTHON=1 $(BIN)/coverage run -m pytest $(PYTEST_ARGS) $(TESTS)
 	@$(BIN)/coverage report
 
 # The extension is built a second time, aside, with the sanitizers; the preloaded run-time
@@ -146,7 +165,8 @@ stress: sanitized
 .PHONY: clean distclean
 clean:
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache \
-	  .hypothesis .coverage htmlcov kvstore/_uring/_lib.c kvstore/_uring/_lib*.so kvstore/_uring/*.o
+	  .hypothesis .coverage htmlcov kvstore/_uring/_lib.c kvstore/_uring/_lib*.so kvstore/_uring/*.o \
+	  kvstore/core/*.so kvstore/core/*/*.so
 	@rm -f $(VENV)/.built
 	@find kvstore bench tests -name __pycache__ -type d -prune -exec rm -rf {} +
 

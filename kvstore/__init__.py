@@ -5,6 +5,7 @@ What is listed in ``__all__`` is public; everything else may change without noti
 
 from __future__ import annotations
 
+from kvstore import compiled as compiled  # first: it decides in which form the core is imported
 from kvstore.config import DeviceTierConfig as DeviceTierConfig
 from kvstore.config import DiskTierConfig as DiskTierConfig
 from kvstore.config import HostTierConfig as HostTierConfig

@@ -19,6 +19,7 @@ from typing import Any
 import anyio.to_thread
 import numpy as np
 
+from kvstore import compiled
 from kvstore._uring import open_engine
 from kvstore._uring.base import SUBMISSION_DTYPE, Engine, Opcode
 from kvstore._uring.native import Arena, CompletionQueue, now_ns
@@ -58,7 +59,16 @@ def check_versions() -> list[Check]:
     return [
         _check("system", OK, f"{system}, {cores} cores, Python {platform.python_version()}"),
         _check("packages", OK, found),
+        check_core(),
     ]
+
+
+def check_core() -> Check:
+    """Return whether the bookkeeping runs compiled."""
+    if compiled.DIGEST:
+        return _check("core", OK, compiled.describe())
+    remedy = "it costs about twice the time per page; install a wheel for this Python"
+    return _check("core", WARN, compiled.describe(), remedy)
 
 
 def check_engine(probe: SystemProbe) -> list[Check]:

@@ -57,6 +57,7 @@ TURN_PAGES_MAX = 256
 #: Between two attempts to be told of the end of device copies.
 NOTIFY_RETRY_S = 0.01
 #: The first transfers of a large restore leave before the rest is prepared: the disk is not idle.
+#: What is beyond them is started in the next turns, `TURN_PAGES_MAX` at a time (INV-129).
 EARLY_PAGES = 64
 #: Payload behind one ticket of a gated restore: disk and device link overlap slice by slice.
 SLICE_BYTES = 16 << 20
@@ -301,6 +302,7 @@ class Executor:
             CopyDirection.TO_DEVICE: {},
         }
         self._copy_slots: dict[_Job, tuple[int, int]] = {}
+        self._unstarted: dict[Move, None] = {}  # moves to start in the next turns, oldest first
         self._is_flush_scheduled = False
         self.is_closing = False
         self._landless: dict[_Job, None] = {}  # jobs that wait for a landing slot
@@ -324,7 +326,7 @@ class Executor:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is in flight; after a bug of ours only native code is asked."""
-        return not self._open_io and (self._is_broken or not self.jobs)
+        return not self._open_io and (self._is_broken or not (self.jobs or self._unstarted))
 
     # What the tables want.
 
@@ -334,12 +336,24 @@ class Executor:
         The first transfers of many leave at once: the disk works while the rest is prepared.
         """
         is_early = False
+        room = EARLY_PAGES
         while self._tables.outbox:
             outbox = self._tables.take_outbox()
-            for move in outbox.start:
-                if move in self._held:
-                    self._ready.append(move)
-                    continue
+            start = outbox.start
+            if self._held:
+                self._ready += [move for move in start if move in self._held]
+                start = [move for move in start if move not in self._held]
+            if not self.is_closing and (self._unstarted or len(start) > room):
+                if self._unstarted:
+                    room = 0
+                late = start[room:]
+                again = [move for move in late if move in self.jobs]  # from the bounce buffer
+                self._unstarted.update(dict.fromkeys(late))
+                for move in again:
+                    del self._unstarted[move]
+                start = start[:room] + again
+            room = max(0, room - len(start))
+            for move in start:
                 self._start(move)
                 if len(self._transfers) == EARLY_PAGES and not is_early:
                     is_early = True
@@ -366,11 +380,28 @@ class Executor:
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._transfers) or any(self._copies.values())
+        return bool(self._unstarted or self._transfers) or any(self._copies.values())
 
     def _flush_turn(self) -> None:
         self._is_flush_scheduled = False
-        self._guarded(self.flush, TURN_PAGES_MAX)
+        self._guarded(self._turn)
+
+    def _turn(self) -> None:
+        self._start_late(itertools.islice(self._unstarted, TURN_PAGES_MAX))
+        self.flush(TURN_PAGES_MAX)
+
+    def _start_late(self, moves: Iterable[Move]) -> None:
+        """Start moves that an earlier turn left."""
+        for move in list(moves):
+            if move in self._unstarted:  # else it was withdrawn meanwhile
+                del self._unstarted[move]
+                self._start(move)
+
+    def _start_copies_out(self) -> None:
+        """Start what leaves the device, so that it can be enqueued now."""
+        self._start_late(
+            move for move in self._unstarted if self._tiers[move.source.level] is Tier.DEVICE
+        )
 
     def _guarded(self, step: Callable[..., None], *args: Any) -> None:
         """Run what a completion asks for; a bug of ours stops the store, not the loop (INV-917)."""
@@ -397,6 +428,8 @@ class Executor:
         With a bound, what is beyond it leaves in the next turns, so that a large restore does not
         hold the loop (INV-129).
         """
+        if page_count is None:
+            self._start_late(self._unstarted)
         for direction, stream in (
             (CopyDirection.TO_HOST, self._device.d2h),
             (CopyDirection.TO_DEVICE, self._device.h2d),
@@ -414,6 +447,7 @@ class Executor:
 
     def flush_copies_out(self) -> None:
         """Enqueue every copy out of the device, so that the fences of its slots have events."""
+        self._start_copies_out()
         self._flush_copies(CopyDirection.TO_HOST, self._device.d2h, None)
         self._schedule_flush()
 
@@ -851,7 +885,7 @@ class Executor:
 
     def _stall(self, job: _Job) -> None:
         job.stall_timer = None
-        if job.move in self.jobs and not job.is_gated:
+        if job.move in self.jobs:
             logger.warning("a disk transfer does not come back: %r", job.move)
             self._tables.move_stalled(job.move)
             self.room_grew = True
@@ -965,6 +999,11 @@ class Executor:
         """Cancel a move: at once if nothing is in flight, else at its last piece (INV-118)."""
         job = self.jobs.get(move)
         if job is None:
+            if move in self._unstarted:
+                del self._unstarted[move]
+                job = self.jobs[move] = _Job(move)
+                job.is_cancelled = True
+                self._end(job, CANCELLED)
             return
         if move.state is MoveState.ENDED:  # by the tables, while it waited for its target
             del self.jobs[move]
@@ -1039,6 +1078,7 @@ class Executor:
         """Withdraw every open transfer and start no other; the store is closing (INV-908)."""
         self.is_closing = True
         self.abandon_waiters()
+        self._start_late(self._unstarted)  # which ends them
         for move in list(self.jobs):
             self._withdraw(move)
         self.settle()
@@ -1068,8 +1108,9 @@ class Executor:
         counts = [len(part) for part in slices or ()]
         tickets = None if slices is None else reserve(counts) if counts else []
         if slices is None or tickets is None:
-            for move in ready:
+            for move in ready[:EARLY_PAGES]:
                 self._start(move)
+            self._unstarted.update(dict.fromkeys(ready[EARLY_PAGES:]))
             self.settle()
             return None
         gated = Gated(tickets)
@@ -1089,6 +1130,7 @@ class Executor:
         self._held = set(moves)
         try:
             self.settle_now()
+            self._start_copies_out()
             self._flush_copies(CopyDirection.TO_HOST, self._device.d2h, None)
         finally:
             self._held = set()

@@ -120,6 +120,11 @@ class StoreServices(Protocol):
         """Reserve a gated stream, or None: busy or not supported (INV-211)."""
         ...
 
+    @property
+    def has_active(self) -> bool:
+        """Whether any session is active, so that its locks may go without anything moving."""
+        ...
+
     def level_index(self, level: str | int) -> int:
         """Return the index of a level given by name or index."""
         ...
@@ -456,7 +461,7 @@ class RestoreQueue:
             started = self.start_now(session, pages, deadline_at)
         if isinstance(started, Started):
             return started
-        if not wait or (started is not None and started.never):
+        if not wait or (started is not None and self._is_hopeless(started)):
             raise _out_of_pages(started)
         self.waited_count += 1
         waiting = _Waiting(session, pages, self._loop.create_future(), deadline_at)
@@ -497,11 +502,19 @@ class RestoreQueue:
             started = self._start(head.session, head.pages, head.deadline_at)
             if isinstance(started, Started):
                 head.future.set_result(started)
-            elif started is not None and started.never:
+            elif started is not None and self._is_hopeless(started):
                 head.future.set_exception(_out_of_pages(started))
             else:
                 return
             self._waiting.popleft()
+
+    def _is_hopeless(self, refusal: Refusal) -> bool:
+        """Tell whether waiting may last for ever, and with it that of all who came later (INV-119).
+
+        It does if the wish never fits; or if nobody is active and nothing moves but transfers that
+        have stalled, so that only their end can make room (ADR 0016).
+        """
+        return refusal.never or (self._store.tables.is_stuck and not self._store.has_active)
 
     def fail_all(self, error: BaseException) -> None:
         """End every wait; the store is closing or has failed."""
@@ -537,16 +550,17 @@ class RestoreQueue:
         tables = self._store.tables
         pages = [page for page in pages if page.state is not PageState.DEAD]
         need = [0] * len(self.budgets)
+        rows: list[list[Page]] = [[] for _ in self.budgets]
         for page in pages:
             need[page.group] += page.level != 0
+            rows[page.group].append(page)
         for group, count in enumerate(need):
             if self._open[group] and self._open[group] + count > self.budgets[group]:
                 return None
             if self._waiting and count > tables.available_count(0, group):
-                return None  # not worth a plan yet
-        rows: list[list[Page]] = [[] for _ in self.budgets]
-        for page in pages:
-            rows[page.group].append(page)
+                if len(rows[group]) <= tables.usable_count(0, group):
+                    return None  # not worth a plan yet
+                break  # quarantined slots have made it too large: it gets its refusal
         plan = tables.plan_restore(rows)
         if isinstance(plan, Refusal):
             return plan
@@ -690,8 +704,9 @@ class Session:
         not ready the call falls back to await mode, which is counted (INV-202).
         Units: ``deadline`` in seconds from now.
         Cancellation: the session is suspended again and holds what it held (INV-916).
-        Raises: OutOfPages: it never fits, or not now with ``wait=False``. DeadlineError: the
-        deadline passed; the session is suspended. LogicError: not suspended. ValueError: the
+        Raises: OutOfPages: it never fits, or not now with ``wait=False``, or only the end of a
+        transfer that has stalled could make room (ADR 0016); the pages stay held. DeadlineError:
+        the deadline passed; the session is suspended. LogicError: not suspended. ValueError: the
         deadline is not a finite number.
         """
         self._need(SessionState.SUSPENDED, "resume")

@@ -188,5 +188,6 @@ class StoreStats:
     host_parts_failed: int = 0  # parts of the host tier that were refused after opening (INV-906)
     open_seconds: float = 0.0  # how long opening took; the rest of the host tier arrives later
     disk_modes: dict[str, str] = field(default_factory=dict)  # per file (INV-130)
+    core: str = ""  # whether the core runs compiled or from its Python source, and why
     health: str = "ok"
     engine: EngineStats = field(default_factory=EngineStats)

@@ -28,8 +28,8 @@ import anyio
 import anyio.abc
 import anyio.lowlevel
 
+from kvstore import compiled, devices
 from kvstore import config as cfg
-from kvstore import devices
 from kvstore._uring import open_engine
 from kvstore._uring.base import Completions, Engine, GateWords
 from kvstore._uring.native import Arena, CompletionQueue, GateRing
@@ -64,6 +64,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WORKERS = 4
+#: Slots that one turn of the loop gives up while the store closes.
+CLOSE_SLOTS_MAX = 1024
 SURVIVED_CANCELS_MAX = 1000
 #: A slot that drains may wait for a transfer that has only begun when the wait does, and then for
 #: what its verdict sets free: one deadline of a transfer would be too short (INV-119).
@@ -743,6 +745,11 @@ class KVStore:
             for level, blocks in match.blocks_by_level().items()
         }
 
+    @property
+    def has_active(self) -> bool:
+        """Whether any session is active, so that its locks may go without anything moving."""
+        return any(session.state == "active" for session in self._sessions)
+
     def adopt(self, session: Session) -> None:
         """Note that a session is open."""
         self._sessions.add(session)
@@ -942,7 +949,7 @@ class KVStore:
         False: a use of them has not even been enqueued, so no stream can wait for it, or there is
         no stream and a use has not ended. The next step's awaitable covers the slots either way.
         """
-        if any(not fence.passed and fence.event is None for fence in fences):
+        if stream is not None and any(not fence.passed and fence.event is None for fence in fences):
             self.executor.flush_copies_out()  # what is only collected yet gets its events
         still_open = [fence for fence in dict.fromkeys(fences) if not fence.passed]
         self._granted.update(dict.fromkeys(still_open))
@@ -1049,6 +1056,7 @@ class KVStore:
             host_parts_failed=self._host_parts_failed,
             open_seconds=self._open_seconds,
             disk_modes=self._disk.modes() if self._disk is not None else {},
+            core=compiled.describe(),
             health=str(self.health()),
             engine=self.engine.stats() if self.engine is not None else EngineStats(),
         )
@@ -1480,7 +1488,7 @@ class KVStore:
             except Exception as error:  # noqa: BLE001  gathered and raised together
                 errors.append(error)
                 is_drained = False
-            errors += self._end_tables()
+            errors += await self._end_tables()
         limit_at = self._loop.time() + self.config.io.drain_timeout
         while self._background_open and self._loop.time() < limit_at:
             await _survive(lambda: anyio.sleep(0.001))
@@ -1504,9 +1512,10 @@ class KVStore:
         except Exception as error:  # noqa: BLE001  gathered and raised together
             return [error]
 
-    def _end_tables(self) -> list[BaseException]:
+    async def _end_tables(self) -> list[BaseException]:
         try:
-            self.tables.close()
+            while not self.tables.close_some(CLOSE_SLOTS_MAX):
+                await _survive(anyio.lowlevel.checkpoint)
             self.tables.take_outbox()
         except Exception as error:  # noqa: BLE001  gathered and raised together
             return [error]
@@ -1656,11 +1665,13 @@ class Drain:
 
     def check(self) -> bool:
         """Forget the fences that have passed; True when none is left."""
-        self._fences = [fence for fence in self._fences if not fence.passed]
-        if not self._fences and self._future is not None and not self._future.done():
+        fences = self._fences
+        while fences and fences[-1].passed:  # asked after each completion: never the whole list
+            fences.pop()
+        if not fences and self._future is not None and not self._future.done():
             self._future.set_result(None)
             self._stop_timer()
-        return not self._fences
+        return not fences
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -17,6 +17,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from kvstore import compiled
 from kvstore.testing import SimLoop
 
 WATCHDOG_S = 120.0
@@ -64,6 +65,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=os.environ.get("KVSTORE_TRACES"),
         help="folder or file of request traces (default: KVSTORE_TRACES)",
     )
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say in which form the core is tested; stale compiled modules have failed at import."""
+    return f"kvstore core: {compiled.describe()}"
 
 
 def pytest_configure(config: pytest.Config) -> None:

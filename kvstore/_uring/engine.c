@@ -273,9 +273,12 @@ static void advance(kvs_engine *engine, kvs_transfer *transfer, kvs_out *out) {
     transfer->phase = KVS_CHECKING;
     if (transfer->status == 0 && (request->flags & KVS_SUBMIT_VERIFY))
         start_work(engine, transfer, KVS_WORK_VERIFY, out);
-    else if (transfer->status != 0 && is_read && (request->flags & KVS_SUBMIT_POISON))
+    else if (transfer->status != 0 && is_read && (request->flags & KVS_SUBMIT_POISON)) {
+        if (request->gate_word >= 0) /* a stop may open the gate before the poison is written */
+            kvs_gate_note(engine->gates, (uint32_t)request->gate_word, request->gate_generation,
+                          transfer->status);
         start_work(engine, transfer, KVS_WORK_POISON, out);
-    else conclude(engine, transfer, out);
+    } else conclude(engine, transfer, out);
 }
 
 /* The waiter is told now; memory and slot stay taken until the last user is gone. */

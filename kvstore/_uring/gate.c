@@ -145,10 +145,12 @@ int kvs_gate_has_barrier(void) {
 }
 
 /* Under the lock, for an open word: status first, then the flag; then the word is free again
-   (INV-210) and its record waits for release. */
+   (INV-210) and its record waits for release. A failure noted before stays the status, whoever
+   publishes (INV-206, INV-207). */
 static void publish_locked(kvs_gates *gates, uint32_t word, int32_t status) {
     kvs_word_state *state = &gates->states[word];
     kvs_status_slot *slot = &gates->slots[state->slot];
+    if (state->status != 0) status = state->status;
     assert(state->open && slot->used && slot->generation == state->generation);
     assert(!slot->published);
     slot->status = status;
@@ -199,6 +201,13 @@ int kvs_gate_transfer(kvs_gates *gates, uint32_t word, uint64_t generation, int3
     pthread_mutex_unlock(&gates->lock);
     if (published) wake_waiters(gates, word);
     return published;
+}
+
+void kvs_gate_note(kvs_gates *gates, uint32_t word, uint64_t generation, int32_t status) {
+    pthread_mutex_lock(&gates->lock);
+    if (is_open(gates, word, generation) && gates->states[word].status == 0)
+        gates->states[word].status = status;
+    pthread_mutex_unlock(&gates->lock);
 }
 
 int kvs_gate_status(kvs_gates *gates, uint32_t slot, uint64_t generation, int32_t *status) {

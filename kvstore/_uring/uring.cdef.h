@@ -59,16 +59,21 @@ uint64_t kvs_gates_address(const kvs_gates *gates);
 uint64_t kvs_gates_length(const kvs_gates *gates);
 /* 0, or -EBUSY when no word or no status record is free; never blocks (INV-211). */
 int kvs_gate_take(kvs_gates *gates, uint32_t transfers, uint64_t now_ns, kvs_ticket *ticket);
-/* 1 if this call published, 0 if the ticket was published before (INV-204). Wakes waiters. */
+/* 1 if this call published, 0 if the ticket was published before (INV-204). Wakes waiters. The
+   first failure of a transfer of the ticket, if there is one, goes before `status`. */
 int kvs_gate_publish(kvs_gates *gates, uint32_t word, uint64_t generation, int32_t status);
 /* One transfer of the ticket has its verdict; the last one publishes the first failure, or 0.
    `at_once` publishes a failure now (deadline, cancel, close: INV-205). 1 if it published. */
 int kvs_gate_transfer(kvs_gates *gates, uint32_t word, uint64_t generation, int32_t status,
                       int at_once);
+/* A transfer of the ticket has failed and has its verdict later, behind its poison (INV-219):
+   whoever opens the gate before that says why. Publishes nothing. */
+void kvs_gate_note(kvs_gates *gates, uint32_t word, uint64_t generation, int32_t status);
 /* 1 and the status if published, 0 while open, -EINVAL for a released record. */
 int kvs_gate_status(kvs_gates *gates, uint32_t slot, uint64_t generation, int32_t *status);
 int kvs_gate_release(kvs_gates *gates, uint32_t slot, uint64_t generation);
-/* Publishes every open ticket as failed (INV-222); returns how many there were. */
+/* Publishes every open ticket as failed (INV-222), with its first failure if there is one, else
+   `status`; returns how many there were. */
 uint32_t kvs_gates_publish_all(kvs_gates *gates, int32_t status);
 /* Blocks the calling native thread until word >= generation in signed arithmetic (INV-209), or
    until CLOCK_MONOTONIC reaches `until_ns` (all ones: no limit). 0 or -ETIMEDOUT. */

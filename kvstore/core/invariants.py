@@ -72,10 +72,11 @@ def _check_pool(tables: Transitions, pool: Pool) -> None:
         _require(slot.generation == pool.generations[slot_id], "INV-304", "old handle", slot)
         if slot.state is SlotState.DRAINING:
             _require(slot.outstanding(), "INV-306", "drained slot is not ready", slot)
-            _require(slot.lane is None, "INV-303", "draining slot is queued", slot)
+            is_queued = slot.lane is not None and slot.lane is not pool.draining
+            _require(not is_queued, "INV-303", "draining slot is queued", slot)
             if slot_id < pool.total:
                 draining += 1
-                is_known = slot in pool.draining or slot in pool.stalled
+                is_known = slot.lane is pool.draining or slot in pool.stalled
                 _require(is_known, "INV-306", "not among the draining", slot)
             else:
                 retiring += 1

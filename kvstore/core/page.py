@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 from kvstore.config import IoClass
+from kvstore.core import mypyc_attr
 from kvstore.core.slots import Fence, Slot, SlotState
 from kvstore.errors import InvariantError
 
@@ -39,13 +40,16 @@ PAGE_TRANSITIONS: dict[PageState, frozenset[PageState]] = {
 }
 
 #: By a plain name: reaching a member through its class costs a third of making a page.
-_FILLING = PageState.FILLING
+_FILLING: Final = PageState.FILLING
 
 #: The status that follows from the counters (INV-308).
-LOCKED, HELD, DROPPABLE = "locked", "held", "droppable"
+LOCKED: Final = "locked"
+HELD: Final = "held"
+DROPPABLE: Final = "droppable"
 
 
 @final
+@mypyc_attr(acyclic=True)
 class Page:
     """One block of one layer group. Made by the tables only; callers read it.
 
@@ -85,12 +89,11 @@ class Page:
     def make(group: int, priority: int, count: int) -> list[Page]:
         """Make pages that own nothing yet.
 
-        Without a constructor: the call would cost as much again as all the fields.
+        The class has no constructor: in Python it would cost as much again as all the fields.
         """
         pages: list[Page] = []
-        blank = Page.__new__
         for _ in range(count):
-            page = blank(Page)
+            page = Page()
             page.group = group
             page.priority = priority
             page.state = _FILLING
@@ -242,10 +245,11 @@ MOVE_TRANSITIONS: dict[MoveState, frozenset[MoveState]] = {
 }
 
 
-_MOVE_PLANNED = MoveState.PLANNED
+_MOVE_PLANNED: Final = MoveState.PLANNED
 
 
 @final
+@mypyc_attr(acyclic=True)
 class Move(Fence):
     """One page's change of level in an applied plan, owned by the tables until it has ended.
 
@@ -294,6 +298,9 @@ class Move(Fence):
     background_bytes: int
     write_fence: Fence | None
 
+    def __init__(self) -> None:
+        """Leave everything to `make`: passing the fields would cost as much as setting them."""
+
     @staticmethod
     def make(
         pages: Sequence[Page],
@@ -302,14 +309,10 @@ class Move(Fence):
         io_class: IoClass,
         sequence: int,
     ) -> list[Move]:
-        """Make a move of each page from its source, numbered from ``sequence`` on.
-
-        Without a constructor: the call would cost as much again as all the fields.
-        """
+        """Make a move of each page from its source, numbered from ``sequence`` on."""
         moves: list[Move] = []
-        blank = Move.__new__
         for page, source in zip(pages, sources, strict=True):
-            move = blank(Move)
+            move = Move()
             move.page = page
             move.source = move.target = source
             move.sequence = sequence

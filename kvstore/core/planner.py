@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 from kvstore.config import IoClass, Tier
 from kvstore.core.copies import CopyEnd
@@ -24,9 +24,17 @@ if TYPE_CHECKING:
 
 
 #: Members by plain names: apply looks at them for every page that moves.
-_DEAD, _COMMITTED, _WRITING = PageState.DEAD, PageState.COMMITTED, SlotState.WRITING
-_EVICT, _RELOCATE = MoveKind.EVICT, MoveKind.RELOCATE
-_REQUIRED, _READ = IoClass.REQUIRED, IoClass.READ
+_DEAD: Final = PageState.DEAD
+_COMMITTED: Final = PageState.COMMITTED
+_WRITING: Final = SlotState.WRITING
+_DRAINING: Final = SlotState.DRAINING
+_EVICT: Final = MoveKind.EVICT
+_RESTORE: Final = MoveKind.RESTORE
+_RELOCATE: Final = MoveKind.RELOCATE
+_REQUIRED: Final = IoClass.REQUIRED
+_READ: Final = IoClass.READ
+_BACKGROUND: Final = IoClass.BACKGROUND
+_RECLAIMED: Final = CopyEnd.RECLAIMED
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +207,7 @@ class _Cascade:
         if recalled is not None:
             # INV-330: the hotter slot still holds the data; it is draining and was counted free.
             plan.recalls.append((page, recalled))
-            self.free[recalled.level] -= recalled in recalled.pool.draining
+            self.free[recalled.level] -= recalled.lane is recalled.pool.draining
             if tables.keeps_recalled(page, recalled):
                 self.written[slot.level].append(page)
             elif slot not in self.stalled:
@@ -211,7 +219,7 @@ class _Cascade:
             slot = recalled
         plan.restores.append(page)
         self.goal[self.target_level] += 1
-        if tables.spec.levels[slot.level].keep_copy and page.state is PageState.COMMITTED:
+        if tables.spec.levels[slot.level].keep_copy and page.state is _COMMITTED:
             if slot not in self.stalled:
                 self.kept[slot.level].append(page)
         elif slot not in self.stalled:
@@ -330,7 +338,7 @@ class _Cascade:
             if done == count:
                 return done
             if slot not in taken:
-                plan.reclaims.append((slot, CopyEnd.RECLAIMED))
+                plan.reclaims.append((slot, _RECLAIMED))
                 done += 1
         for fresh, given_up in (
             (self.kept[level], plan.unkept),
@@ -386,7 +394,7 @@ class _Cascade:
                     break
                 if not page.hold_count:
                     del self.reserved[level][copy]
-                    self.plan.reclaims.append((copy, CopyEnd.RECLAIMED))
+                    self.plan.reclaims.append((copy, _RECLAIMED))
                     falling.append(page)
                     shortage -= 1
         return shortage
@@ -458,7 +466,7 @@ class _Cascade:
         for slot in pool.handles[self.total[level] :]:
             if slot is None or slot.page is None or slot.page.primary is not slot:
                 continue
-            if slot.page not in gone and slot.state is not SlotState.DRAINING:
+            if slot.page not in gone and slot.state is not _DRAINING:
                 self.plan.relocates.append(slot.page)
 
 
@@ -526,7 +534,7 @@ def plan_flush(tables: Transitions) -> Plan:
 
 def _is_writable(tables: Transitions, page: Page) -> bool:
     """Tell whether a disk copy of the page makes sense: full, committed, none there (INV-602)."""
-    return page.state is PageState.COMMITTED and page.slot_at(tables.last_level) is None
+    return page.state is _COMMITTED and page.slot_at(tables.last_level) is None
 
 
 def _plan_write_through(tables: Transitions, groups: list[GroupPlan]) -> None:
@@ -639,7 +647,7 @@ def _apply_group(
         if slot.page is not None and slot.pool.copies.has(slot):
             tables.end_copy(slot, end)
     for page, copy in plan.take_backs:
-        if page.state is not PageState.DEAD:
+        if page.state is not _DEAD:
             _take_back(tables, page, copy)
     if resize is not None:
         # From here on slots above the new end are not handed out (INV-904).
@@ -673,8 +681,8 @@ def _leave_sources(tables: Transitions, plan: GroupPlan) -> tuple[list[Move], li
     Returns: the moves, and the level each one goes to.
     """
     evicts, levels = plan.evicts, plan.evict_levels
-    if any(page.state is _DEAD for page in evicts):
-        living = [index for index, page in enumerate(evicts) if page.state is not _DEAD]
+    living = [index for index, page in enumerate(evicts) if page.state is not _DEAD]
+    if len(living) < len(evicts):
         evicts = [evicts[index] for index in living]
         levels = [levels[index] for index in living]
     moves = tables.depart(evicts, _EVICT, _REQUIRED)
@@ -693,8 +701,10 @@ def _leave_sources(tables: Transitions, plan: GroupPlan) -> tuple[list[Move], li
         levels.append(source.level)
     restores = [page for page in plan.restores if page.state is not _DEAD]
     kind = MoveKind.PREFETCH if plan.restore_level else MoveKind.RESTORE
-    unkept = plan.unkept
-    kept = {page for page in restores if page not in unkept and _kept_level(tables, page) >= 0}
+    unkept, kept = plan.unkept, set[Page]()
+    for page in restores:
+        if page not in unkept and _kept_level(tables, page) >= 0:
+            kept.add(page)
     moves += tables.depart(restores, kind, _READ, kept)
     levels += [plan.restore_level] * len(restores)
     return moves, levels
@@ -705,7 +715,9 @@ def _grow(tables: Transitions, plan: GroupPlan, applied: Applied) -> None:
     group, priority, device = plan.group, plan.priority, tables.pools[0][plan.group]
     row, fences = Page.make(group, priority, plan.grow), applied.fences
     applied.new_pages[group] += row
-    for page, slot in zip(row, device.allocate_many(plan.grow)[0], strict=True):
+    slots = device.allocate_many(plan.grow)[0]
+    for index, page in enumerate(row):
+        slot = slots[index]
         page.hold_count = page.lock_count = 1
         page.primary = slot
         slot.page = page
@@ -728,14 +740,21 @@ def _bind_targets(
     Returns: per move the handle its target took over, if any.
     """
     owners: list[Slot | None] = []
-    supply = []
+    supply: list[list[Slot]] = []
+    inherited: list[list[Slot | None]] = []
+    taken = [0] * tables.level_count
     for level, pools in enumerate(tables.pools):
-        slots, old = pools[plan.group].allocate_many(levels.count(level))
-        pools[plan.group].primaries += len(slots)
-        supply.append(zip(slots, old, strict=True).__next__)
-    for move, level in zip(moves, levels, strict=True):
-        slot, owner = supply[level]()
-        owners.append(owner)
+        pool = pools[plan.group]
+        slots, old = pool.allocate_many(levels.count(level))
+        pool.primaries += len(slots)
+        supply.append(slots)
+        inherited.append(old)
+    for index, move in enumerate(moves):
+        level = levels[index]
+        place = taken[level]
+        taken[level] = place + 1
+        slot = supply[level][place]
+        owners.append(inherited[level][place])
         slot.state = _WRITING
         slot.write = move
         move.target = slot
@@ -752,14 +771,13 @@ def _bind_targets(
 def _enter_queues(tables: Transitions, plan: GroupPlan) -> None:
     """Queue what has arrived on colder levels: as it fell, and prefetched pages tail first."""
     stamp = tables.next_stamp()
-    arrive = tables.arrive
     for page in plan.arrivals:
         if page.state is not _DEAD:
-            arrive(page, stamp)
+            tables.arrive(page, stamp)
     if plan.restore_level:
         for page in reversed(plan.restores):
             if page.state is not _DEAD:
-                arrive(page, stamp)
+                tables.arrive(page, stamp)
 
 
 def _break_cycles(moves: list[Move], owners: list[Slot | None]) -> None:
@@ -769,11 +787,12 @@ def _break_cycles(moves: list[Move], owners: list[Slot | None]) -> None:
     path is a ring.
     """
     leaving = {move.source: move for move in moves}
-    follows = {
-        move: leaving[old]
-        for move, old in zip(moves, owners, strict=True)
-        if old is not None and old in leaving
-    }
+    follows: dict[Move, Move] = {}
+    for index, move in enumerate(moves):
+        old = owners[index]
+        before = leaving.get(old) if old is not None else None
+        if before is not None:
+            follows[move] = before
     walked: dict[Move, Move] = {}  # each move with the first one of its walk
     for first in follows:
         node: Move | None = first
@@ -788,7 +807,7 @@ def _break_cycles(moves: list[Move], owners: list[Slot | None]) -> None:
             ring.append(node)
             node = follows[node]
         # Prefer a restore: its data is read through pinned memory anyway.
-        chosen = next((one for one in ring if one.kind is MoveKind.RESTORE), start)
+        chosen = next((one for one in ring if one.kind is _RESTORE), start)
         chosen.via_bounce = True
 
 
@@ -810,7 +829,7 @@ def _plan_writes(tables: Transitions, plan: GroupPlan) -> list[Move]:
         page.attach(slot)
         pool.copies.add(slot)
         pool.written_through += 1
-        if plan.write_class is IoClass.BACKGROUND:
+        if plan.write_class is _BACKGROUND:
             tables.charge_background(move, page_bytes)
         written.append(move)
     return written
@@ -823,7 +842,7 @@ def _count(tables: Transitions, plan: GroupPlan, issued: int) -> None:
     counters.write_through_skipped += skipped
     for reason, count in plan.skipped.items():
         counters.write_through_skipped_by[reason] += count
-    if plan.write_class is IoClass.BACKGROUND:
+    if plan.write_class is _BACKGROUND:
         counters.write_through_issued += issued
         # A page that ended with another one of this plan was no candidate after all.
         ended = len(plan.writes) - issued

@@ -9,12 +9,11 @@ the readers are recorded apart (INV-305).
 
 from __future__ import annotations
 
-from array import array
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
+from kvstore.core import mypyc_attr
 from kvstore.errors import InvariantError, LogicError, StaleSlot
 
 if TYPE_CHECKING:
@@ -42,13 +41,16 @@ SLOT_TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
 }
 
 #: The same table as a tuple by state: looked up for every slot that changes hands.
-_ALLOWED = tuple(SLOT_TRANSITIONS[state] for state in SlotState)
+_ALLOWED: Final = tuple(SLOT_TRANSITIONS[state] for state in SlotState)
 
 #: Members by plain names: reaching one through its class costs more than a page's dictionary entry.
-_RELEASED, _WRITING = SlotState.RELEASED, SlotState.WRITING
-_VALID, _DRAINING = SlotState.VALID, SlotState.DRAINING
+_RELEASED: Final = SlotState.RELEASED
+_WRITING: Final = SlotState.WRITING
+_VALID: Final = SlotState.VALID
+_DRAINING: Final = SlotState.DRAINING
 
 
+@mypyc_attr(acyclic=True)
 class Fence:
     """The end of one use of one or more slots.
 
@@ -73,10 +75,12 @@ class Fence:
         known = self.dependents
         if known is None:
             self.dependents = dependent
-        elif type(known) is list:
+        elif isinstance(known, list):
             known.append(dependent)
+        elif isinstance(known, Slot) and known.state is _RELEASED:
+            self.dependents = dependent  # a later handle has inherited the use
         else:
-            self.dependents = [known, dependent]  # type: ignore[list-item]
+            self.dependents = [known, dependent]
 
     def dependent_list(self) -> list[Slot | Move]:
         """Return those who have to hear of the end, in the order in which they came."""
@@ -86,18 +90,28 @@ class Fence:
         return known.copy() if isinstance(known, list) else [known]
 
 
+@mypyc_attr(acyclic=True)
+class Link:
+    """What a lane is made of: its slots, and itself as the two ends."""
+
+    __slots__ = ("next", "prev")
+
+    next: Link | None
+    prev: Link | None
+
+
 @final
-class Lane:
+class Lane(Link):
     """A doubly linked list of slots, oldest first, that is its own sentinel.
 
     A slot is in at most one lane; the links live in the slot, so a page costs no extra object.
     """
 
-    __slots__ = ("count", "is_held", "next", "owner", "prev", "priority")
+    __slots__ = ("count", "is_held", "owner", "priority")
 
     def __init__(self, owner: Any = None, *, priority: int = 0, is_held: bool = False) -> None:
-        self.next: Slot | Lane = self
-        self.prev: Slot | Lane = self
+        self.next = self
+        self.prev = self
         self.count = 0
         self.owner = owner
         self.priority = priority
@@ -106,14 +120,18 @@ class Lane:
     def append(self, slot: Slot) -> None:
         """Link a slot as the newest."""
         last = self.prev
-        last.next = slot
+        last.next = slot  # type: ignore[union-attr]
         slot.prev = last
         slot.next = self
         self.prev = slot
         slot.lane = self
         self.count += 1
 
-    def insert_before(self, slot: Slot, successor: Slot | Lane) -> None:
+    def insert_oldest(self, slot: Slot) -> None:
+        """Link a slot as the oldest."""
+        self.insert_before(slot, self.next)  # type: ignore[arg-type]
+
+    def insert_before(self, slot: Slot, successor: Link) -> None:
         """Link a slot as the next older neighbour of ``successor``."""
         before = successor.prev
         assert before is not None
@@ -139,23 +157,32 @@ class Lane:
         new.prev, new.next, new.lane, new.stamp = before, after, self, old.stamp
         old.prev = old.next = old.lane = None
 
+    def __len__(self) -> int:
+        """Return the number of slots."""
+        return self.count
+
+    def __bool__(self) -> bool:
+        """Tell whether there are slots."""
+        return self.count > 0
+
     def __iter__(self) -> Iterator[Slot]:
         """Yield the slots, oldest first; the lane must not change meanwhile."""
         node = self.next
         while isinstance(node, Slot):
             yield node
-            node = node.next  # type: ignore[assignment]
+            node = node.next
 
     def newest_first(self) -> Iterator[Slot]:
         """Yield the slots, newest first; the lane must not change meanwhile."""
         node = self.prev
         while isinstance(node, Slot):
             yield node
-            node = node.prev  # type: ignore[assignment]
+            node = node.prev
 
 
 @final
-class Slot:
+@mypyc_attr(acyclic=True)
+class Slot(Link):
     """The handle of one slot, from its allocation until it is free again.
 
     ``page`` is the owner, or, while draining, the page whose data the slot still holds.
@@ -171,10 +198,8 @@ class Slot:
         "generation",
         "lane",
         "level",
-        "next",
         "page",
         "pool",
-        "prev",
         "readers",
         "slot_id",
         "stamp",
@@ -192,8 +217,6 @@ class Slot:
     write: Move | None
     readers: Fence | list[Fence] | None
     lane: Lane | None
-    prev: Slot | Lane | None
-    next: Slot | Lane | None
     stamp: int
 
     def __repr__(self) -> str:
@@ -268,7 +291,7 @@ class Slot:
         self.state = state
 
 
-_TAKEN = Slot.__new__(Slot)  # stands in until the handle is made
+_TAKEN: Final = Slot()  # stands in until the handle is made
 
 
 @final
@@ -281,6 +304,7 @@ class Pool:
     """
 
     __slots__ = (
+        "closed_count",
         "copies",
         "copy_failed",
         "died",
@@ -319,11 +343,12 @@ class Pool:
         self.copies = copies
         self.ready = list(range(total - 1, -1, -1))
         self.ready_count = total
-        self.generations = array("Q", bytes(8 * total))
+        self.generations = [0] * total
         self.handles: list[Slot | None] = [None] * total
-        self.draining: OrderedDict[Slot, None] = OrderedDict()
+        self.draining = Lane(self)  # oldest first
         self.retiring: dict[Slot, None] = {}
         self.stalled: dict[Slot, None] = {}  # draining, but perhaps for ever: not handed out
+        self.closed_count = 0  # slots that `Tables.close_some` has been through
         self.primaries = 0
         self.pending_sources = 0  # slots here that a background write is reading (INV-605)
         self.kept = self.written_through = self.reused = self.reused_pending = 0
@@ -334,7 +359,7 @@ class Pool:
     @property
     def free_count(self) -> int:
         """Ready and draining slots: what a required move may take (INV-406)."""
-        return self.ready_count + len(self.draining)
+        return self.ready_count + self.draining.count
 
     def allocate_ready(self) -> Slot:
         """Take a ready slot. Raises: LogicError: none is ready."""
@@ -358,7 +383,7 @@ class Pool:
     def allocate_many(self, count: int) -> tuple[list[Slot], list[Slot | None]]:
         """Take slots one after the other, each as `allocate` would; return handles and owners."""
         left = min(count, self.ready_count)
-        if count - left > len(self.draining):
+        if count - left > self.draining.count:
             raise LogicError(f"no free slot on level {self.level}, pool group {self.group}")
         ready, handles, total = self.ready, self.handles, self.total
         self.ready_count -= left
@@ -372,12 +397,15 @@ class Pool:
                 slot_ids.append(slot_id)
         if len(slot_ids) == count:
             return self._new_handles(slot_ids), owners
-        first, uses = len(slot_ids), []
-        next_draining = self.draining.popitem
+        first = len(slot_ids)
+        uses: list[Fence | list[Fence] | None] = []
+        draining = self.draining
         for _ in range(count - first):
-            old, _none = next_draining(last=False)
+            old = draining.next
+            assert isinstance(old, Slot)
+            draining.remove(old)
             readers = old.readers
-            if old.write is not None or type(readers) is list:
+            if old.write is not None or isinstance(readers, list):
                 fences = old.outstanding()
                 readers = fences[0] if len(fences) == 1 else fences or None
             old.state = _RELEASED
@@ -386,8 +414,8 @@ class Pool:
             owners.append(old)
             uses.append(readers)
         slots = self._new_handles(slot_ids)
-        for slot, readers in zip(slots[first:] if first else slots, uses, strict=True):
-            slot.readers = readers
+        for index, readers in enumerate(uses, first):
+            slots[index].readers = readers
         return slots, owners
 
     def adopt(self, slot_id: int, generation: int) -> Slot | None:
@@ -404,21 +432,22 @@ class Pool:
         if self.handles[slot_id] is not slot:
             slot.verify()
         readers = slot.readers
-        if slot.write is not None or type(readers) is list:
+        if slot.write is not None or isinstance(readers, list):
             fences = slot.outstanding()
             if not fences:
                 self._free(slot)
                 return
             slot.readers = fences
+            is_stalled = False
             for fence in fences:
                 fence.add_dependent(slot)
-            is_stalled = any(fence.is_stalled for fence in fences)
-        elif readers is None or readers.passed:  # type: ignore[union-attr]
+                is_stalled = is_stalled or fence.is_stalled
+        elif readers is None or readers.passed:
             self._free(slot)
             return
         else:
-            readers.add_dependent(slot)  # type: ignore[union-attr]
-            is_stalled = readers.is_stalled  # type: ignore[union-attr]
+            readers.add_dependent(slot)
+            is_stalled = readers.is_stalled
         state = slot.state
         if state is not _VALID and state is not _WRITING:
             slot.set_state(_DRAINING)  # raises
@@ -428,17 +457,20 @@ class Pool:
         elif is_stalled:
             self.stalled[slot] = None
         else:
-            self.draining[slot] = None
+            self.draining.append(slot)
 
     def stall(self, slot: Slot) -> None:
         """Hand a draining slot out no more until its last use has ended (INV-119, INV-205)."""
-        if slot in self.draining:
-            del self.draining[slot]
+        if slot.lane is self.draining:
+            self.draining.remove(slot)
             self.stalled[slot] = None
 
     def take_back(self, slot: Slot) -> None:
         """Return a draining slot to the page whose data it still holds (INV-330, INV-911)."""
-        (self.draining if slot in self.draining else self.stalled).pop(slot)
+        if slot.lane is self.draining:
+            self.draining.remove(slot)
+        else:
+            del self.stalled[slot]
         is_written = slot.write is not None
         slot.set_state(_WRITING if is_written else _VALID)
 
@@ -454,8 +486,8 @@ class Pool:
                 return
         elif readers is not fence:
             return
-        if slot in self.draining:
-            del self.draining[slot]
+        if slot.lane is self.draining:
+            self.draining.remove(slot)
         else:
             self.retiring.pop(slot, None)
             self.stalled.pop(slot, None)
@@ -467,11 +499,13 @@ class Pool:
         missing = total - len(self.handles)
         if missing > 0:
             self.handles.extend([None] * missing)
-            self.generations.frombytes(bytes(8 * missing))
+            self.generations.extend([0] * missing)
         for slot in [slot for slot in self.retiring if slot.slot_id < total]:
             del self.retiring[slot]
-            is_stalled = any(fence.is_stalled for fence in slot.outstanding())
-            (self.stalled if is_stalled else self.draining)[slot] = None
+            if any(fence.is_stalled for fence in slot.outstanding()):
+                self.stalled[slot] = None
+            else:
+                self.draining.append(slot)
         fresh = range(total - 1, old_total - 1, -1)
         added = [slot_id for slot_id in fresh if self.handles[slot_id] is None]
         self.ready[:0] = added
@@ -480,10 +514,12 @@ class Pool:
     def begin_shrink(self, total: int) -> None:
         """Hand out no slot from the new end on; those in use retire when they drain (INV-904)."""
         self.total = total
-        for line in (self.draining, self.stalled):
-            for slot in [slot for slot in line if slot.slot_id >= total]:
-                del line[slot]
-                self.retiring[slot] = None
+        for slot in [slot for slot in self.draining if slot.slot_id >= total]:
+            self.draining.remove(slot)
+            self.retiring[slot] = None
+        for slot in [slot for slot in self.stalled if slot.slot_id >= total]:
+            del self.stalled[slot]
+            self.retiring[slot] = None
         free = dict.fromkeys(
             slot_id for slot_id in self.ready if slot_id < total and self.handles[slot_id] is None
         )
@@ -493,17 +529,17 @@ class Pool:
     def _new_handles(self, slot_ids: Iterable[int]) -> list[Slot]:
         """Make a handle per slot, with the next generation of each (INV-304).
 
-        Without a constructor: the call would cost as much again as all the fields.
+        The class has no constructor: in Python it would cost as much again as all the fields.
         """
         handles, generations, level = self.handles, self.generations, self.level
         made: list[Slot] = []
-        blank = Slot.__new__
         for slot_id in slot_ids:
-            slot = blank(Slot)
+            slot = Slot()
             slot.pool = self
             slot.level = level
             slot.slot_id = slot_id
-            generations[slot_id] = slot.generation = generations[slot_id] + 1
+            generation = generations[slot_id] + 1
+            generations[slot_id] = slot.generation = generation
             slot.state = _VALID
             slot.page = slot.colder = slot.write = slot.readers = None
             slot.lane = slot.prev = slot.next = None

@@ -20,7 +20,7 @@ How a resume goes::
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import final
+from typing import Final, final
 
 from kvstore.config import IoClass, Tier
 from kvstore.core import planner
@@ -34,8 +34,13 @@ from kvstore.errors import LogicError
 from kvstore.keys import BlockKey
 from kvstore.stats import PoolStats
 
-DEFAULT_PRIORITY = 35
-_NO_PARENT = BlockKey(bytes(32))
+#: Members by plain names, see `kvstore.core.transitions`.
+_FILLING: Final = PageState.FILLING
+_COMMITTED: Final = PageState.COMMITTED
+_DEAD: Final = PageState.DEAD
+
+DEFAULT_PRIORITY: Final = 35
+_NO_PARENT: Final = BlockKey(bytes(32))
 
 #: A fence that has passed: for callers whose device work is over when they call.
 PASSED = Fence(is_kernel=True)
@@ -62,7 +67,7 @@ class Tables(Transitions):
         Raises: LogicError: a dead page; nothing is changed.
         """
         for page in pages:
-            if page is not None and page.state is PageState.DEAD:
+            if page is not None and page.state is _DEAD:
                 raise LogicError("a dead page cannot be held")
         self.version += 1
         self._stamp = stamp = self._stamp + 1
@@ -98,7 +103,7 @@ class Tables(Transitions):
             if (
                 not count
                 and not page.lock_count
-                and (page.state is not PageState.COMMITTED or page.is_restoring)
+                and (page.state is not _COMMITTED or page.is_restoring)
             ):
                 unheld.append(page)
         # After the batch and root first: a withdrawn page goes below its parent (INV-324).
@@ -152,10 +157,15 @@ class Tables(Transitions):
                     self.settle_unheld(page)
 
     def _check_counts(self, pages: Sequence[Page | None], name: str) -> None:
+        is_short = False
         if name == "hold_count":
-            is_short = any(page is not None and page.hold_count <= 0 for page in pages)
+            for page in pages:
+                if page is not None and page.hold_count <= 0:
+                    is_short = True
         else:
-            is_short = any(page is not None and page.lock_count <= 0 for page in pages)
+            for page in pages:
+                if page is not None and page.lock_count <= 0:
+                    is_short = True
         if not is_short and len(set(pages)) != len(pages):
             needed: dict[Page, int] = {}
             for page in pages:
@@ -185,7 +195,7 @@ class Tables(Transitions):
         Raises: LogicError: the page is not filling, or is not locked; nothing is changed.
         """
         slot = page.primary
-        if page.state is not PageState.FILLING or not page.lock_count or slot is None:
+        if page.state is not _FILLING or not page.lock_count or slot is None:
             raise LogicError("only a locked page that is being filled can be committed")
         self.version += 1
         existing = self.index.get(page.group, key)
@@ -199,10 +209,10 @@ class Tables(Transitions):
         if self.counts_uses:
             page.uses = self._past_uses.pop((page.group, key), 0) + 1
         is_tree = self.spec.groups[page.group].window is None
-        if is_tree and parent_page is not None and parent_page.state is not PageState.COMMITTED:
+        if is_tree and parent_page is not None and parent_page.state is not _COMMITTED:
             page.set_state(PageState.ORPHAN)  # an ancestor left the index: unreachable (INV-325)
             return page
-        page.set_state(PageState.COMMITTED)
+        page.set_state(_COMMITTED)
         self.index.add(page)
         if is_tree and parent_page is not None:
             page.parent = parent_page
@@ -241,7 +251,7 @@ class Tables(Transitions):
             self.leave_queue(present)
         if existing.priority < priority:
             self._raise_priority(existing, priority)
-        if page.state is PageState.FILLING:
+        if page.state is _FILLING:
             # The step that filled the slot may still be running (INV-224).
             if page.primary is not None and not self.step_fence.passed:
                 page.primary.add_reader(self.step_fence)
@@ -264,7 +274,7 @@ class Tables(Transitions):
         old.page = None
         self.release(old)
         existing.attach(slot)
-        page.set_state(PageState.DEAD)
+        page.set_state(_DEAD)
         self.page_count -= 1
 
     # -- planning -----------------------------------------------------------------------------
@@ -454,7 +464,7 @@ class Tables(Transitions):
         page = Page.make(group, DEFAULT_PRIORITY, 1)[0]
         page.key, page.parent_key, page.block_index = key, parent_key, block_index
         page.uses = 1
-        page.set_state(PageState.COMMITTED)
+        page.set_state(_COMMITTED)
         self.bind_primary(page, slot)
         self.page_count += 1
         self.index.add(page)
@@ -463,6 +473,8 @@ class Tables(Transitions):
             if parent is not None:
                 page.parent = parent
                 parent.add_child(page)
+                if parent.priority < page.priority:
+                    self._raise_priority(parent, page.priority)
             elif block_index:
                 self._waiting_children.setdefault((group, parent_key), []).append(page)
         beside = parent.primary if parent is not None else None
@@ -474,9 +486,11 @@ class Tables(Transitions):
     def _adopt_children(self, page: Page) -> None:
         assert page.key is not None
         for child in self._waiting_children.pop((page.group, page.key), ()):
-            if child.state is PageState.COMMITTED:
+            if child.state is _COMMITTED:
                 child.parent = page
                 page.add_child(child)
+                if page.priority < child.priority:
+                    self._raise_priority(page, child.priority)
 
     def recovery_done(self) -> int:
         """Drop the recovered pages whose ancestors are missing; return how many (INV-921)."""
@@ -485,7 +499,7 @@ class Tables(Transitions):
         before = self.page_count
         for pages in waiting.values():
             for page in pages:
-                if page.state is PageState.COMMITTED and not page.hold_count:
+                if page.state is _COMMITTED and not page.hold_count:
                     self.drop(page)
         return before - self.page_count
 
@@ -496,7 +510,7 @@ class Tables(Transitions):
             raise LogicError("clear: pages are still held")
         self.version += 1
         for page in pages:
-            if page.state is not PageState.DEAD:
+            if page.state is not _DEAD:
                 self.drop(page)
         self._past_uses.clear()
         self._waiting_children.clear()
@@ -506,18 +520,44 @@ class Tables(Transitions):
 
         Moves that are with the executor still report their end.
         """
+        while not self.close_some(4096):
+            pass
+
+    def close_some(self, slot_count: int) -> bool:
+        """Carry on `close` for a number of slots; True when everything is given up.
+
+        For a loop that has others to serve meanwhile. Callers guarantee: between the parts nothing
+        is planned, grown or held.
+        """
         self.version += 1
-        pages = self._all_pages()
-        for page in pages:
+        for level in self.pools:
+            for pool in level:
+                handles = pool.handles
+                end = min(pool.closed_count + slot_count, len(handles))
+                slot_count -= end - pool.closed_count
+                for slot_id in range(pool.closed_count, end):
+                    slot = handles[slot_id]
+                    page = slot.page if slot is not None else None
+                    if page is not None and page.primary is slot:
+                        self._close_page(page)
+                pool.closed_count = end
+                if end < len(handles):
+                    return False
+        return True
+
+    def _close_page(self, page: Page) -> None:
+        first = page.primary
+        if first is not None and first.colder is not None:
             for slot in reversed(page.slots[1:]):
                 self.end_copy(slot, CopyEnd.CLOSED)
-        for page in pages:
-            if page.state is not PageState.DEAD:
-                page.hold_count = page.lock_count = 0
-                self.end_page(page)
+        if page.children is not None:
+            for child in page.child_list():
+                child.parent = None  # it ends in another part
+        page.hold_count = page.lock_count = 0
+        self.end_page(page)
 
     def _all_pages(self) -> list[Page]:
-        """Return every living page; O(slots), for `clear` and `close` only."""
+        """Return every living page; O(slots), for `clear` only."""
         return [
             slot.page
             for level in self.pools
@@ -573,6 +613,16 @@ class Tables(Transitions):
         policy = self.pools[level][group].policy
         held = policy.held_count if level < self.last_level else 0
         return policy.droppable_count + held
+
+    def usable_count(self, level: int, group: int) -> int:
+        """Return the slots of a pool that no stalled transfer keeps from everybody (INV-119)."""
+        pool = self.pools[level][group]
+        return pool.total - len(pool.stalled)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether transfers have stalled and nothing else moves: no room will come by itself."""
+        return 0 < len(self.stalled_moves) == len(self.moves)
 
     def available_count(self, level: int, group: int) -> int:
         """Return free + evictable + copies: what a plan can get (INV-803).

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import final
+from typing import Final, final
 
 from kvstore.config import IoClass, Tier
 from kvstore.core.copies import CopyEnd, CopyQueue
@@ -98,14 +98,24 @@ class Counters:
         }
 
 
-_WAITING = (MoveState.PLANNED, MoveState.BOUNCED)
+_WAITING: Final = (MoveState.PLANNED, MoveState.BOUNCED)
 
 #: Members by plain names: these functions run for every page that moves, and reaching a member
 #: through its class costs as much as a dictionary entry.
-_PLANNED, _BOUNCED, _STARTED = MoveState.PLANNED, MoveState.BOUNCED, MoveState.STARTED
-_ENDED, _RESTORE, _RELOCATE = MoveState.ENDED, MoveKind.RESTORE, MoveKind.RELOCATE
-_WRITING, _VALID, _DRAINING = SlotState.WRITING, SlotState.VALID, SlotState.DRAINING
-_COMMITTED, _DEAD = PageState.COMMITTED, PageState.DEAD
+_PLANNED: Final = MoveState.PLANNED
+_BOUNCED: Final = MoveState.BOUNCED
+_STARTED: Final = MoveState.STARTED
+_ENDED: Final = MoveState.ENDED
+_RESTORE: Final = MoveKind.RESTORE
+_RELOCATE: Final = MoveKind.RELOCATE
+_WRITING: Final = SlotState.WRITING
+_VALID: Final = SlotState.VALID
+_DRAINING: Final = SlotState.DRAINING
+_COMMITTED: Final = PageState.COMMITTED
+_DEAD: Final = PageState.DEAD
+_RECLAIMED: Final = CopyEnd.RECLAIMED
+_DIED: Final = CopyEnd.DIED
+_BACKGROUND: Final = IoClass.BACKGROUND
 
 
 class Transitions:
@@ -181,10 +191,12 @@ class Transitions:
         if above is None or not policy.is_ordered or not self._is_peer(above, slot.pool):
             self.enter_queue(page, self.next_stamp())
             return
-        is_newer = any(
-            below is not None and self._is_peer(below, slot.pool) and below.stamp > above.stamp
-            for below in (child.primary for child in page.child_list())
-        )
+        is_newer = False
+        if page.children is not None:
+            for child in page.child_list():
+                below = child.primary
+                if below is not None and self._is_peer(below, slot.pool):
+                    is_newer = is_newer or below.stamp > above.stamp
         if not is_newer and policy.insert_below(slot, above):
             return
         self.arrive(page, self.next_stamp())
@@ -273,8 +285,9 @@ class Transitions:
             sources.append(source)
         moves = Move.make(pages, sources, kind, io_class, self._sequence + 1)
         self._sequence += len(moves)
-        self.moves.update(dict.fromkeys(moves))
+        known = self.moves
         for move in moves:
+            known[move] = None
             source = move.source
             readers = source.readers
             if (
@@ -288,7 +301,7 @@ class Transitions:
                     source.readers = move
                     move.dependents = source
                     source.state = _DRAINING
-                    pool.draining[source] = None
+                    pool.draining.append(source)
                     continue
             self._read_source(move)
             if move.page not in kept:
@@ -334,7 +347,12 @@ class Transitions:
         assert page is not None
         pool = slot.pool
         pool.copies.remove(slot)
-        setattr(pool, end.value, getattr(pool, end.value) + 1)
+        if end is _RECLAIMED:
+            pool.reclaimed += 1
+        elif end is _DIED:
+            pool.died += 1
+        else:
+            setattr(pool, end.value, getattr(pool, end.value) + 1)
         page.detach(slot)
         self.release(slot)
         slot.page = None
@@ -363,11 +381,7 @@ class Transitions:
 
     def is_returnable(self, page: Page, slot: Slot) -> bool:
         """Tell whether a draining slot still holds the page's data and is promised to nobody."""
-        return (
-            slot.state is SlotState.DRAINING
-            and slot.page is page
-            and slot.slot_id < slot.pool.total
-        )
+        return slot.state is _DRAINING and slot.page is page and slot.slot_id < slot.pool.total
 
     def return_to(self, page: Page, slot: Slot) -> None:
         """Give a draining slot back to the page whose data it holds (INV-330, INV-911)."""
@@ -399,7 +413,7 @@ class Transitions:
             and slot.write.source is source
             and self.spec.levels[slot.level].keep_copy
             and self.tiers[slot.level] is Tier.DISK
-            and page.state is PageState.COMMITTED
+            and page.state is _COMMITTED
         )
 
     def recall(self, page: Page, source: Slot, *, is_kept: bool = True) -> None:
@@ -465,7 +479,12 @@ class Transitions:
             else:
                 move.is_device_copy = move.source.level == 0 or target.level == 0
                 fences = move.waits
-                if target.readers is not None:
+                readers = target.readers
+                if readers is not None:
+                    if not fences and not isinstance(readers, list):
+                        self._wait_for(move, readers)
+                        self._try_start(move)
+                        continue
                     fences = [*fences, *target.outstanding_readers()]
                 elif not fences and not move.background_bytes:
                     move.state = _STARTED
@@ -525,7 +544,7 @@ class Transitions:
 
     def bounced(self, move: Move) -> None:
         """Note that the data is in the bounce page: now the move waits for its target."""
-        move.set_state(MoveState.BOUNCED)
+        move.set_state(_BOUNCED)
         move.waits = ()
         move.is_device_copy = move.target.level == 0
         for fence in move.target_waits:
@@ -540,16 +559,23 @@ class Transitions:
         dependents, fence.dependents = fence.dependents, None
         if dependents is None:
             return
-        for dependent in dependents if isinstance(dependents, list) else (dependents,):
-            if isinstance(dependent, Slot):
-                pool = dependent.pool
-                was_retiring = bool(pool.retiring)
-                pool.fence_passed(dependent, fence)
-                if was_retiring and not pool.retiring:
-                    self.outbox.shrunk.append((pool.level, pool.group))
-            elif dependent.state is not _ENDED:
-                dependent.blocked -= 1
-                self._try_start(dependent)
+        if isinstance(dependents, list):
+            for dependent in dependents:
+                self._hear(dependent, fence)
+        else:
+            self._hear(dependents, fence)
+
+    def _hear(self, dependent: Slot | Move, fence: Fence) -> None:
+        """Let one dependent of a fence know that it has passed."""
+        if isinstance(dependent, Slot):
+            pool = dependent.pool
+            was_retiring = bool(pool.retiring)
+            pool.fence_passed(dependent, fence)
+            if was_retiring and not pool.retiring:
+                self.outbox.shrunk.append((pool.level, pool.group))
+        elif dependent.state is not _ENDED:
+            dependent.blocked -= 1
+            self._try_start(dependent)
 
     def enqueue_fence(self, fence: Fence, event: object) -> None:
         """Note that the use is in a device queue: device copies may be enqueued behind it."""
@@ -569,7 +595,7 @@ class Transitions:
 
     def promote(self, move: Move) -> None:
         """Raise a background write; anything else stays as it is (INV-109, INV-110)."""
-        if move.io_class is IoClass.BACKGROUND and move.state is not MoveState.ENDED:
+        if move.io_class is _BACKGROUND and move.state is not _ENDED:
             move.io_class = IoClass.REQUIRED
             if move.is_started:
                 self.outbox.promote.append(move)
@@ -579,11 +605,11 @@ class Transitions:
 
         If its source is only there to be read by it, the move that writes that source goes too.
         """
-        if move.is_detached or move.state is MoveState.ENDED:
+        if move.is_detached or move.state is _ENDED:
             return
         move.is_detached = True
         source, page = move.source, move.page
-        if move.state is MoveState.PLANNED or move.state is MoveState.BOUNCED:
+        if move.state is _PLANNED or move.state is _BOUNCED:
             self.end_move(move)  # nothing of it is in flight
         else:
             self.outbox.cancel.append(move)
@@ -598,7 +624,7 @@ class Transitions:
 
     @staticmethod
     def _is_owned(slot: Slot, page: Page) -> bool:
-        return slot.page is page and slot.state is not SlotState.DRAINING
+        return slot.page is page and slot.state is not _DRAINING
 
     def end_move(self, move: Move) -> None:
         """No piece is in flight any more: pass both fences and repay what was charged."""
@@ -681,7 +707,7 @@ class Transitions:
         elif not self._primary_is_real(page) and self.is_returnable(page, source):
             self.return_to(page, source)
             self.requeue(page)
-        if target.state is SlotState.WRITING:
+        if target.state is _WRITING:
             target.pool.release(target)
         self._end_or_stall(move, is_stalled=is_stalled)
         if not self._primary_is_real(page):
@@ -709,7 +735,7 @@ class Transitions:
         for move in self.stalled_moves:
             for used in (move.source, move.target):
                 slot = used.pool.handles[used.slot_id]
-                if slot is None or slot.state is SlotState.DRAINING:
+                if slot is None or slot.state is _DRAINING:
                     continue
                 if any(fence.is_stalled for fence in slot.outstanding()):
                     found.add(slot)
@@ -723,7 +749,7 @@ class Transitions:
 
     def _fall_back(self, page: Page, *, is_lost: bool = False) -> None:
         """The primary is gone: use the hottest copy, or end the page."""
-        if page.state is PageState.DEAD:
+        if page.state is _DEAD:
             return
         if page.primary is not None and not is_lost:
             self.take_back(page, page.primary)
@@ -840,13 +866,13 @@ class Transitions:
 
     def note(self, kind: str, page: Page) -> None:
         """Append an event for routers, if anybody listens."""
-        if self.spec.events and page.key is not None and page.state is PageState.COMMITTED:
+        if self.spec.events and page.key is not None and page.state is _COMMITTED:
             self.outbox.events.append((kind, page.group, page.key, page.level))
 
     def settle_unheld(self, page: Page) -> None:
         """Decide what becomes of a page nobody holds or locks any more (INV-310, INV-327)."""
-        if page.state is not PageState.COMMITTED:
-            if page.state is not PageState.DEAD:
+        if page.state is not _COMMITTED:
+            if page.state is not _DEAD:
                 self.end_page(page)
         elif page.is_restoring:
             self.cancel_restore(page)

@@ -57,6 +57,7 @@ METRICS: Final[dict[str, tuple[str, tuple[str, ...], str]]] = {
         ("reason",),
         "Slots that the restart found free, by reason.",
     ),
+    "kvstore_core_info": ("gauge", ("core",), "1; the label says whether the core runs compiled."),
     "kvstore_open_seconds": ("gauge", (), "How long opening took; the host tier may arrive later."),
     "kvstore_host_mapped_bytes": (
         "gauge",
@@ -273,6 +274,7 @@ def samples(stats: StoreStats) -> Iterator[Sample]:
     yield "kvstore_recovered_pages", (), stats.recovered_pages
     for reason, count in stats.recovery_free_slots.items():
         yield "kvstore_recovery_free_slots", (reason,), count
+    yield "kvstore_core_info", (stats.core,), 1
     yield "kvstore_open_seconds", (), stats.open_seconds
     yield "kvstore_host_mapped_bytes", (), stats.host_mapped_bytes
     yield "kvstore_host_parts_failed", (), stats.host_parts_failed

@@ -107,6 +107,7 @@ class SimGateWords:
         record = self._records.get(slot)
         if record is None or record.status is not None:
             return False
+        status = record.failure or status  # the first failure stays, whoever publishes (INV-207)
         record.status = status  # before the flag (INV-206)
         self.tickets_good += status == OK
         self.tickets_failed += status != OK

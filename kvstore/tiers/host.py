@@ -230,12 +230,13 @@ class SlotLoans:
     if it needs no slot any more. ``given_count`` shows whether slots come back at all.
     """
 
-    __slots__ = ("_free", "_waiting", "given_count", "pool", "slot_count", "wait_count")
+    __slots__ = ("_free", "_is_lent", "_waiting", "given_count", "pool", "slot_count", "wait_count")
 
     def __init__(self, pool: HostPool, slot_count: int) -> None:
         self.pool = pool
         self.slot_count = slot_count
         self._free: deque[int] = deque(range(slot_count))
+        self._is_lent = bytearray(slot_count)
         self._waiting: deque[Callable[[int], bool]] = deque()
         self.wait_count = 0
         self.given_count = 0
@@ -249,7 +250,9 @@ class SlotLoans:
         """Return a slot, or None if none is free or somebody waits already."""
         if self._waiting or not self._free:
             return None
-        return self._free.popleft()
+        slot_id = self._free.popleft()
+        self._is_lent[slot_id] = True
+        return slot_id
 
     def take(self, taker: Callable[[int], bool]) -> None:
         """Call ``taker`` with a slot, now or when one comes back, in order of asking."""
@@ -258,16 +261,18 @@ class SlotLoans:
             self.wait_count += 1
             self._waiting.append(taker)
         elif not taker(slot_id):
+            self._is_lent[slot_id] = False
             self._free.append(slot_id)
 
     def give(self, slot_id: int) -> None:
         """Give a slot back; the oldest waiter gets it at once."""
         assert 0 <= slot_id < self.slot_count
-        assert slot_id not in self._free, "a landing slot came back twice"
+        assert self._is_lent[slot_id], "a landing slot came back twice"
         self.given_count += 1
         while self._waiting:
             if self._waiting.popleft()(slot_id):
                 return
+        self._is_lent[slot_id] = False
         self._free.append(slot_id)
 
 

@@ -111,20 +111,22 @@ async def test_any_call_learns_of_a_lost_device(call: str) -> None:
         active.close()
 
 
-async def test_a_broken_rule_fails_the_store_and_not_the_loop() -> None:
+async def test_a_broken_rule_fails_the_store_and_not_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """INV-917: a bug in a completion stops this store; other tasks of the loop go on."""
     async with opened() as (store, client, _rig):
         await client.put(TOKENS)
 
-        def broken(_move: Any) -> None:
+        def broken(_tables: Any, _move: Any) -> None:
             raise kvstore.InvariantError("injected")
 
-        store.tables.move_done = broken
+        monkeypatch.setattr(type(store.tables), "move_done", broken)
         with contextlib.suppress(kvstore.KVStoreError):
             await client.flood(8)
         with pytest.raises(kvstore.StoreFailed, match="injected"):
             store.session(TOKENS)
-        del store.tables.move_done
+        monkeypatch.undo()
 
 
 async def test_an_engine_that_stops_fails_transfers_and_nothing_hangs() -> None:

@@ -16,12 +16,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from table_model import TableModel
 
+from kvstore import compiled
 
-def run_round(seed: int, steps: int, check_every: int) -> TableModel:
+
+def run_round(
+    seed: int, steps: int, check_every: int, *, with_recovery: bool = False
+) -> TableModel:
     """Run one store; raise with the last steps if a rule breaks."""
     generator = random.Random(seed)
     draw = generator.randrange
-    model = TableModel(draw, with_faults=draw(4) != 0)
+    model = TableModel(draw, with_faults=draw(4) != 0, with_recovery=with_recovery)
     names: list[str] = []
     try:
         for index in range(steps):
@@ -47,9 +51,11 @@ def main() -> int:
     parser.add_argument("--check-every", type=int, default=1)
     options = parser.parse_args()
     started, done, served, refused, seed = time.monotonic(), 0, 0, 0, options.seed
+    prefetches = recovered = 0
     while done < options.steps:
         try:
-            model = run_round(seed, options.round, options.check_every)
+            is_odd = seed % 2 == 1  # these begin with the disk of an earlier life
+            model = run_round(seed, options.round, options.check_every, with_recovery=is_odd)
         except KeyboardInterrupt:
             break
         except Exception:
@@ -58,12 +64,15 @@ def main() -> int:
         done += options.round
         served += model.served_pages
         refused += model.refusals
+        prefetches += model.prefetch_refusals
+        recovered += model.recovered_pages
         seed += 1
     seconds = time.monotonic() - started
     print(
         f"{done} steps, seeds {options.seed}..{seed - 1}, check every {options.check_every}:"
-        f" no violation; {served} pages verified, {refused} refusals compared,"
-        f" {done / seconds:.0f} steps/s"
+        f" no violation; {served} pages verified, {refused} refusals compared, {prefetches} of them"
+        f" of prefetches, {recovered} pages recovered, {done / seconds:.0f} steps/s;"
+        f" core: {compiled.describe()}"
     )
     return 0
 

@@ -54,7 +54,9 @@ class TableModel:
     BLOCK_TOKENS = 4
     DEPTH = 6
 
-    def __init__(self, draw: Draw, *, with_faults: bool = True) -> None:
+    def __init__(
+        self, draw: Draw, *, with_faults: bool = True, with_recovery: bool = False
+    ) -> None:
         self.draw = draw
         self.with_faults = with_faults
         self.spec = self._draw_spec()
@@ -70,8 +72,17 @@ class TableModel:
         self.serial = 0
         self.served_pages = 0
         self.refusals = 0
+        self.prefetch_refusals = 0
         self.last_counters: dict[str, int] = {}
         self.log: list[str] = []
+        self.recovered_pages = 0
+        #: What a scan of the disk finds, not taken in yet: group, slot, salt, path, generation.
+        self.found: list[tuple[int, int, int, list[int], int]] = []
+        self.is_recovering = with_recovery and self.spec.levels[-1].tier is Tier.DISK
+        self.wheel = self.WHEEL
+        if self.is_recovering:
+            self._draw_found()
+            self.wheel = (*self.WHEEL, *["recover"] * 12)
 
     # -- set-up -------------------------------------------------------------------------------
 
@@ -109,6 +120,49 @@ class TableModel:
             bounce_pages=1 + draw(2),
             background_bytes_max=1 + draw(6),
         )
+
+    def _draw_found(self) -> None:
+        """Put pages of an earlier life on the disk, in any order, some twice, some orphaned."""
+        draw, disk = self.draw, len(self.spec.levels) - 1
+        for group, pool in enumerate(self.tables.pools[disk]):
+            for slot_id in range(pool.total):
+                if draw(3) == 0:
+                    continue
+                salt, path = draw(2), [draw(2) for _ in range(1 + draw(self.DEPTH - 2))]
+                self.memory[disk, group, slot_id] = f"key{salt}{path}g{group}"
+                self.found.append((group, slot_id, salt, path, 1 + draw(5)))
+        for index in range(len(self.found) - 1, 0, -1):
+            other = draw(index + 1)
+            found = self.found
+            found[index], found[other] = found[other], found[index]
+
+    def recover(self) -> None:
+        """Take in the next page of an earlier life, as a scan beside the serving store would."""
+        if not self.is_recovering:
+            return
+        if not self.found:
+            before = self.tables.page_count
+            dropped = self.tables.recovery_done()
+            assert before - self.tables.page_count == dropped
+            self.is_recovering = False
+            self.pump()
+            return
+        group, slot_id, salt, path, generation = self.found.pop()
+        pool = self.tables.pools[-1][group]
+        if slot_id < len(pool.generations) and pool.generations[slot_id]:
+            return  # written in this life: what the scan read is void
+        key, parent = self.key(salt, path), self.key(salt, path[:-1])
+        is_known = self.tables.index.get(group, key) is not None
+        is_free = slot_id < pool.total and pool.handles[slot_id] is None
+        page = self.tables.recover(group, slot_id, key, parent, len(path) - 1, generation)
+        assert (page is not None) == (is_free and not is_known), "INV-921"
+        if page is None:
+            return
+        assert page.primary is not None
+        assert page.primary.generation >= generation, "INV-304: an old handle would pass"
+        assert not page.hold_count, "INV-921: recovered pages start droppable"
+        self.content[page] = f"key{salt}{path}g{group}"
+        self.recovered_pages += 1
 
     def key(self, salt: int, path: list[int]) -> BlockKey:
         return BlockKey(bytes([salt, *(name + 1 for name in path)]).ljust(32, b"\0"))
@@ -607,9 +661,37 @@ class TableModel:
             return
         self._truncate(session)
         plan = self.plan(lambda: self.tables.plan_prefetch(session.rows))
-        if isinstance(plan, Plan):
-            self.tables.apply(plan)
-            self.pump()
+        if isinstance(plan, Refusal):
+            self._check_prefetch_refusal(session.rows, plan)
+            return
+        self.tables.apply(plan)
+        self.pump()
+        for page in session.pages():
+            assert page.level <= 1, "INV-333: a prefetched page is on the host or above"
+
+    def _check_prefetch_refusal(self, rows: list[list[Page | None]], refusal: Refusal) -> None:
+        """Compare a refused prefetch with plain counting (INV-333, INV-408).
+
+        What is on the device stays there; the wanted pages below need host slots, and with the
+        other held ones not more than host and disk have.
+        """
+        if self._is_stalled():
+            return
+        self.refusals += 1
+        self.prefetch_refusals += 1
+        host, disk = (self.tables.pools[level][refusal.group] for level in (1, 2))
+        wanted = {page for page in rows[refusal.group] if page is not None and page.level > 0}
+        held = {
+            slot.page
+            for pool in (host, disk)
+            for slot in pool.handles
+            if slot is not None
+            and slot.page is not None
+            and slot.page.primary is slot
+            and slot.page.hold_count
+        }
+        too_many = len(wanted) > host.total or len(wanted | held) > host.total + disk.total
+        assert too_many, f"INV-408: prefetch refused although counting says it fits: {refusal}"
 
     def resize(self) -> None:
         """Shrink or grow a colder level while everything goes on (INV-901)."""
@@ -675,7 +757,7 @@ class TableModel:
     WHEEL = tuple(name for name, weight in STEPS for _ in range(weight))
 
     def step(self) -> str:
-        name = self.WHEEL[self.draw(len(self.WHEEL))]
+        name = self.wheel[self.draw(len(self.wheel))]
         getattr(self, name)()
         return name
 
@@ -746,12 +828,18 @@ class TableModel:
         while self.sessions:
             self.close()
         self.drain()
+        while self.is_recovering:
+            self.recover()
         self.check()
         for level in self.tables.pools:
             for pool in level:
                 held = pool.policy.held_count
                 assert held == 0, "INV-311: a hold outlived its session"
-        self.tables.clear()
+        if self.draw(2):
+            self.tables.clear()
+        else:
+            while not self.tables.close_some(1 + self.draw(4)):
+                self.check()
         self.check()
         assert self.tables.page_count == 0
         assert all(

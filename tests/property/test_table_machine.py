@@ -48,7 +48,7 @@ class TableMachine(RuleBasedStateMachine):
     def start(self, data: st.DataObject, seed: int) -> None:
         # One generator per run, seeded by hypothesis: a draw per choice would be far too slow.
         self.generator = random.Random(seed)
-        self.model = table_model.TableModel(self.generator.randrange)
+        self.model = table_model.TableModel(self.generator.randrange, with_recovery=True)
 
     def _go(self, name: str, seed: int) -> None:
         self.generator.seed(seed)
@@ -97,6 +97,10 @@ class TableMachine(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 255))
     def resize(self, seed: int) -> None:
         self._go("resize", seed)
+
+    @rule(seed=st.integers(0, 255))
+    def recover(self, seed: int) -> None:
+        self._go("recover", seed)
 
     @rule(seed=st.integers(0, 255))
     def trim(self, seed: int) -> None:
@@ -149,3 +153,14 @@ def test_seeded_steps_break_no_rule(part: int, request: pytest.FixtureRequest) -
         return
     for number in range(100):
         fuzz_tables.run_round(1 + part * 100 + number, 500, 7)
+
+
+def test_seeded_steps_with_pages_of_an_earlier_life(request: pytest.FixtureRequest) -> None:
+    """INV-304, INV-333, INV-921: recovery beside everything else, and refused prefetches."""
+    seed = request.config.getoption("--seed", default=None)
+    recovered = prefetches = 0
+    for number in [seed] if seed is not None else range(1000, 1100):
+        model = fuzz_tables.run_round(number, 500, 7, with_recovery=True)
+        recovered += model.recovered_pages
+        prefetches += model.prefetch_refusals
+    assert seed is not None or (recovered > 150 and prefetches > 0)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore import cli, doctor
+from kvstore import cli, compiled, doctor
 from kvstore._uring.probe import SystemProbe
 from kvstore.config import IoConfig
 from kvstore.exporters import jsonfile
@@ -229,6 +229,9 @@ def test_doctor_reports_in_text_and_json(tmp_path: Path) -> None:
     report = json.loads(text)
     names = {check["name"] for check in report["checks"]}
     assert {"system", "packages", "io_uring", "direct I/O", "memlock", "huge pages"} <= names
+    (core,) = (check for check in report["checks"] if check["name"] == "core")
+    assert core["text"].startswith(compiled.describe())
+    assert (core["status"] == "ok") == bool(compiled.DIGEST)
     assert {check["status"] for check in report["checks"]} <= {"ok", "warn", "missing"}
     assert report["store"]["engine"] in {"io_uring", "threads"}
     assert list(tmp_path.iterdir()) == []

@@ -337,6 +337,16 @@ async def test_gate_is_published_once_after_the_last_verdict():
     await rig.settle()
     assert -errno.EIO == failed.status
     assert (2, 1, 1) == (gate.tickets_taken, gate.tickets_good, gate.tickets_failed)
+    half = gate.take(2)
+    assert half is not None
+    rig.engine.faults.add("errno", errno.EIO, opcode=READ)
+    rig.submit(
+        [0], READ, IoClass.READ, VERIFY, gate_word=half.word, gate_generation=half.generation
+    )
+    await rig.settle()
+    assert half.status is None
+    assert gate.publish(half, OK)  # whoever opens it, its first failure stays (INV-207)
+    assert -errno.EIO == half.status
 
 
 async def test_gate_words_reuse_keeps_the_status_of_the_old_ticket():

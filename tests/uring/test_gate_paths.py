@@ -122,6 +122,42 @@ async def test_closing_opens_every_gate(open_rig: Any, native_kind: str, narrow:
         assert rig.gate.counts["open"] == 0
 
 
+@pytest.mark.parametrize("opener", ["stop", "caller", "caller-good"])
+async def test_the_first_failure_of_a_batch_is_kept_whoever_opens_the_gate(
+    open_rig: Any, native_kind: str, opener: str
+) -> None:
+    """INV-204 to INV-207: a read has failed, the rest of its batch is never submitted: the ticket
+    says why, also when an engine stop opens it, or a caller, and is never good.
+    """
+    async with open_rig(native_kind) as rig:
+        await prepare(rig, 1)
+        ticket = rig.gate.take(2)
+        rig.inject("errno", errno.EIO)
+        assert -errno.EIO == await rig.read(0, flags=GATED, ticket=ticket).end()
+        assert ticket.status is None
+        if opener == "stop":
+            await rig.engine.aclose()
+        else:
+            assert rig.gate.publish(ticket, CANCELLED if opener == "caller" else 0)
+        assert -errno.EIO == ticket.status
+
+
+async def test_a_stop_during_the_poison_tells_why(open_rig: Any, native_kind: str) -> None:
+    """INV-205, INV-206: a stop opens the gate of a read that has failed before its memory is
+    poisoned; ticket and verdict say the same.
+    """
+    async with open_rig(native_kind, payload_bytes=64 * MIB, slots=1) as rig:
+        await prepare(rig, 1)
+        ticket = rig.gate.take(1)
+        rig.inject("errno", errno.EIO)
+        read = rig.read(0, flags=GATED, ticket=ticket)
+        while not rig.engine.stats().classes[IoClass.READ].errors and ticket.status is None:
+            pass  # the loop stands still, the engine does not
+        await rig.engine.aclose()
+        assert -errno.EIO == await read.end() == ticket.status
+        assert (rig.slot(1) == 0xFF).all()
+
+
 async def test_a_gate_opens_while_the_loop_is_blocked(open_rig: Any, native_kind: str) -> None:
     """INV-205, design 2: publication needs neither the loop nor the GIL's owner to return."""
     import time

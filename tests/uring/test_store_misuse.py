@@ -136,7 +136,7 @@ async def test_a_failed_sync_does_not_keep_the_store_from_closing(tmp_path: Path
 
 
 async def test_a_session_that_cannot_be_closed_does_not_keep_the_store_open(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """INV-907: leaving always closes, whatever ending the sessions brings up."""
     with pytest.raises(kvstore.InvariantError, match="injected"):
@@ -147,7 +147,8 @@ async def test_a_session_that_cannot_be_closed_does_not_keep_the_store_open(
             def broken(*_args: Any) -> None:
                 raise kvstore.InvariantError("injected")
 
-            store.tables.unhold = broken  # type: ignore[method-assign]
+            monkeypatch.setattr(type(store.tables), "unhold", broken)
+    monkeypatch.undo()
     session._state = type(session._state).CLOSED  # or dropping it warns
     async with kvstore.open_store(config(tmp_path)) as again:
         await put(again, 1)

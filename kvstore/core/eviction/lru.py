@@ -12,24 +12,21 @@ from bisect import insort
 from collections.abc import Collection
 from typing import final
 
-from kvstore.core.eviction.base import Selection
-from kvstore.core.slots import Lane, Slot
+from kvstore.core.eviction.base import EvictionPolicy, Selection
+from kvstore.core.slots import Lane, Link, Slot
 
 
 @final
-class LruPolicy:
+class LruPolicy(EvictionPolicy):
     """See the module. Cost: O(1) per call, O(victims + excluded) per selection."""
 
-    is_ordered = True
-
-    __slots__ = ("_droppable", "_held", "_priorities", "droppable_count", "held_count")
+    __slots__ = ("_droppable", "_held", "_priorities")
 
     def __init__(self) -> None:
+        super().__init__(is_ordered=True)
         self._held: dict[int, Lane] = {}
         self._droppable: dict[int, Lane] = {}
         self._priorities: list[int] = []
-        self.held_count = 0
-        self.droppable_count = 0
 
     def _lane(self, priority: int, *, is_held: bool) -> Lane:
         lanes = self._held if is_held else self._droppable
@@ -55,7 +52,7 @@ class LruPolicy:
             self.droppable_count += 1
         slot.stamp = stamp
         last = lane.prev
-        last.next = slot
+        last.next = slot  # type: ignore[union-attr]
         slot.prev = last
         slot.next = lane
         lane.prev = slot
@@ -67,7 +64,7 @@ class LruPolicy:
         assert slot.page is not None
         lane = self._lane(slot.page.priority, is_held=False)
         slot.stamp = 0
-        lane.insert_before(slot, lane.next)
+        lane.insert_oldest(slot)
         self.droppable_count += 1
 
     def insert_below(self, slot: Slot, parent: Slot) -> bool:
@@ -110,31 +107,33 @@ class LruPolicy:
         victims: list[Slot] = []
         for priority in self._priorities:
             held, droppable = self._held[priority], self._droppable[priority]
-            next_held: Slot | Lane = held.next
-            next_droppable: Slot | Lane = droppable.next
+            next_held: Link | None = held.next
+            next_droppable: Link | None = droppable.next
             if next_held is held or held_limit <= 0:  # the usual case: nothing to merge
                 missing = count - len(victims)
-                while missing and next_droppable is not droppable:
+                while missing and isinstance(next_droppable, Slot):
                     if next_droppable not in excluded:
-                        victims.append(next_droppable)  # type: ignore[arg-type]
+                        victims.append(next_droppable)
                         missing -= 1
-                    next_droppable = next_droppable.next  # type: ignore[assignment]
+                    next_droppable = next_droppable.next
             while len(victims) < count:
-                has_held = next_held is not held and held_limit > 0
-                if next_droppable is not droppable and not (
-                    has_held and next_held.stamp < next_droppable.stamp  # type: ignore[union-attr]
+                slot: Slot
+                if isinstance(next_droppable, Slot) and not (
+                    held_limit > 0
+                    and isinstance(next_held, Slot)
+                    and next_held.stamp < next_droppable.stamp
                 ):
                     slot = next_droppable
-                    next_droppable = slot.next  # type: ignore[assignment]
-                elif has_held:
+                    next_droppable = slot.next
+                elif held_limit > 0 and isinstance(next_held, Slot):
                     slot = next_held
-                    next_held = slot.next  # type: ignore[assignment]
+                    next_held = slot.next
                     if slot not in excluded:
                         held_limit -= 1
                 else:
                     break
                 if slot not in excluded:
-                    victims.append(slot)  # type: ignore[arg-type]
+                    victims.append(slot)
             if len(victims) >= count:
                 break
         return Selection(victims)

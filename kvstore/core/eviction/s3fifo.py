@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import final
 
-from kvstore.core.eviction.base import Selection
+from kvstore.core.eviction.base import EvictionPolicy, Selection
 from kvstore.core.slots import Lane, Slot
 
 _USES_MAX = 3
@@ -23,20 +23,17 @@ _SMALL_SHARE = 10  # small may hold one in ten slots before it is drained first
 
 
 @final
-class S3FifoPolicy:
+class S3FifoPolicy(EvictionPolicy):
     """See the module. In main, ``slot.stamp`` is the number of rounds a page has left."""
 
-    is_ordered = False
-
-    __slots__ = ("_held", "_main", "_small", "_small_target", "droppable_count", "held_count")
+    __slots__ = ("_held", "_main", "_small", "_small_target")
 
     def __init__(self, slot_count: int) -> None:
+        super().__init__(is_ordered=False)
         self._held = Lane(self, is_held=True)
         self._small = Lane(self)
         self._main = Lane(self, priority=1)
         self._small_target = max(1, slot_count // _SMALL_SHARE)
-        self.held_count = 0
-        self.droppable_count = 0
 
     def insert(self, slot: Slot, stamp: int, *, is_held: bool) -> None:
         """Queue a held page by age, a droppable one by its uses."""
@@ -54,7 +51,7 @@ class S3FifoPolicy:
         """Queue a recovered page as the next to leave small."""
         slot.stamp = 0
         self.droppable_count += 1
-        self._small.insert_before(slot, self._small.next)
+        self._small.insert_oldest(slot)
 
     def insert_below(self, slot: Slot, parent: Slot) -> bool:  # noqa: ARG002
         """Leave the place to `insert`: victims take their descendants along anyway."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore.config import Tier
+from kvstore.core.invariants import check_state
 from kvstore.core.page import MoveKind, PageState
 from kvstore.core.planner import Plan, Refusal
 from kvstore.core.spec import GroupSpec, LevelSpec, TablesSpec
@@ -229,6 +230,26 @@ def test_a_commit_adopts_recovered_children(make: Any, block_key: Any) -> None:
     driver.put("a", 1)
     assert driver.tables.recovery_done() == 0
     assert driver.tables.match([block_key("a", 0), block_key("a", 1)]).block_count == 2
+
+
+def test_a_recovered_child_never_outlives_its_parent(make: Any, block_key: Any) -> None:
+    """INV-324, INV-921: of whatever priority the parent is, and whichever of the two comes first.
+
+    A recovered page has the default priority; a parent of a lower one would be evicted before it,
+    and take it along.
+    """
+    for is_first in (False, True):
+        driver = make(2, 2, 8)
+        if is_first:
+            driver.tables.recover(0, 7, block_key("a", 1), block_key("a", 0), 1, 1)
+        session = driver.fill("a", 1, priority=3)
+        if not is_first:
+            driver.tables.recover(0, 7, block_key("a", 1), block_key("a", 0), 1, 1)
+        child = driver.page("a", 1)
+        assert child.parent is driver.page("a", 0)
+        assert child.parent.priority >= child.priority
+        session.close()
+        check_state(driver.tables)
 
 
 def test_impossible_shapes_are_refused() -> None:
