@@ -32,7 +32,7 @@ from .memory import open_memory
 
 PSYNC_JOBS = 16
 #: What waits in our engines behind the bytes in the device: the disk's work of one turn of a loop.
-QUEUED_BYTES = 2 << 20
+QUEUED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +225,7 @@ def queued(work: Workload) -> dict[str, Any]:
     """
     bound = work.iodepth * work.bs
     return {
-        "queue_ahead": max(2, min(work.iodepth, QUEUED_BYTES // work.bs)),
+        "queue_ahead": max(2, min(work.iodepth // 2, QUEUED_BYTES // work.bs)),
         "inflight_bytes": bound,
         "required_inflight_bytes": bound,
     }

@@ -239,6 +239,36 @@ def io_plots(result: dict[str, Any]) -> list[Plot]:
     return [Plot("Completion latency", "Percentiles of clat per job and direction.", _svg(figure))]
 
 
+def calibration_plots(result: dict[str, Any]) -> list[Plot]:
+    """Return bandwidth and latency of reads against the bytes in flight (``kvstore doctor``)."""
+    points = result["calibration"]["reads"]
+    places = [point["inflight_bytes"] / MIB for point in points]
+    figure, axes = _figure()
+    for name, colour in (("p50", COLOURS[0]), ("p99", COLOURS[1])):
+        values = [point[f"read_ns_{name}"] / 1e6 for point in points]
+        axes.plot(places, values, marker=".", color=colour, label=f"latency {name}")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [f"{place:g}" for place in places])
+    axes.set_yscale("log")
+    axes.set_xlabel("MiB of reads in the device, 1 MiB each")
+    axes.set_ylabel("ms")
+    right = axes.twinx()
+    right.plot(
+        places,
+        [point["read_bytes_per_s"] / MIB for point in points],
+        color=COLOURS[3],
+        marker=".",
+        linestyle="--",
+        label="bandwidth",
+    )
+    right.set_ylabel("MiB/s")
+    right.set_ylim(bottom=0)
+    handles = [part for axis in (axes, right) for part in axis.get_legend_handles_labels()[0]]
+    axes.legend(handles=handles, fontsize=7, frameon=False)
+    caption = "Where the bandwidth is flat, more bytes in the device only make each read slower."
+    return [Plot("Reads against bytes in flight", caption, _svg(figure))]
+
+
 def rows_plots(result: dict[str, Any]) -> list[Plot]:
     """Return one bar chart per numeric column of any result that has named rows."""
     rows = [row for row in result.get("rows", []) if isinstance(row, dict)]
@@ -274,4 +304,6 @@ def plots_of(result: dict[str, Any]) -> list[Plot]:
         return mixed_plots(result)
     if isinstance(result.get("jobs"), list) and result["jobs"] and "jobname" in result["jobs"][0]:
         return io_plots(result)
+    if isinstance(result.get("calibration"), dict):
+        return calibration_plots(result)
     return rows_plots(result)

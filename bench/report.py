@@ -130,6 +130,17 @@ def io_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def calibration_table(found: dict[str, Any]) -> str:
+    """Return the curve of ``kvstore doctor --calibrate --json`` as Markdown."""
+    lines = ["| MiB in the device | MiB/s | p50 ms | p99 ms |", "|---|---|---|---|"]
+    lines += [
+        f"| {point['inflight_bytes'] / (1 << 20):g} | {point['read_bytes_per_s'] / (1 << 20):.0f} "
+        f"| {point['read_ns_p50'] / 1e6:.2f} | {point['read_ns_p99'] / 1e6:.2f} |"
+        for point in found["reads"]
+    ]
+    return "\n".join(lines)
+
+
 def table_of(result: dict[str, Any]) -> str:
     """Return the tables that fit a result, as Markdown."""
     kind = result.get("kind")
@@ -139,6 +150,8 @@ def table_of(result: dict[str, Any]) -> str:
         return mixed.table_text(result["summary"])
     if isinstance(result.get("jobs"), list) and result["jobs"] and "jobname" in result["jobs"][0]:
         return io_table(result)
+    if isinstance(result.get("calibration"), dict):
+        return calibration_table(result["calibration"])
     rows = result.get("rows")
     return generic_table(rows) if isinstance(rows, list) else ""
 
@@ -190,7 +203,7 @@ def page(title: str, sections: list[str]) -> str:
 def command(files: tuple[Path, ...], output: Path, title: str, svg: Path | None) -> None:
     """Make one HTML page with plots and tables from saved JSON results.
 
-    Takes the JSON of io, compare, mixed and replay, and that of fio itself.
+    Takes the JSON of io, compare, mixed and replay, of kvstore doctor --calibrate, and fio's own.
     """
     results = [(path, read_result(path)) for path in files]
     if not output.parent.is_dir():

@@ -12,7 +12,7 @@ from kvstore._uring._ffi import ffi, lib
 from kvstore.config import IoClass, IoConfig
 from kvstore.stats import ClassStats, LatencyHistogram, LatencySnapshot
 
-READ_LINGER_NS = 5_000_000  # INV-136: a read counts as in flight for 5 ms after it ends
+READ_LINGER_NS = 2_000_000  # INV-136: how long a finished read counts as in flight (ADR 0017)
 POLICIES = {"kvstore": 0, "upstream": 1, "fifo": 2}
 ENOBUFS, ENOMEM = -105, -12
 

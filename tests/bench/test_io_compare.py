@@ -305,6 +305,19 @@ def test_report_draws_all_kinds(tmp_path):
         "replay.json": {
             "rows": [{"name": "base", "hit_rate": 0.1}, {"name": "kept", "hit_rate": 0.3}]
         },
+        "doctor.json": {
+            "calibration": {
+                "reads": [
+                    {
+                        "inflight_bytes": depth << 20,
+                        "read_bytes_per_s": depth << 28,
+                        "read_ns_p50": depth * 400_000,
+                        "read_ns_p99": depth * 500_000,
+                    }
+                    for depth in (1, 2, 4)
+                ]
+            }
+        },
     }
     for name, result in results.items():
         (tmp_path / name).write_text(json.dumps(result))
@@ -316,7 +329,8 @@ def test_report_draws_all_kinds(tmp_path):
     )
     assert 0 == done.exit_code, done.output
     text = out.read_text()
-    assert text.count("<svg") == len(list(svg.iterdir())) == 6 + 2 + 1 + 1
+    assert text.count("<svg") == len(list(svg.iterdir())) == 6 + 2 + 1 + 1 + 1
+    assert "<td>4</td><td>1024</td><td>1.60</td><td>2.00</td>" in text
     assert "a &lt;note&gt;" in text
     assert "<script" not in text
 

@@ -395,16 +395,16 @@ def test_background_bound_depends_on_reads() -> None:
     assert [piece.io_class for piece in blocked.fill()] == [READ]
 
 
-def test_a_finished_read_counts_for_five_milliseconds() -> None:
-    """INV-136: background stays narrow for 5 ms after the last read."""
+def test_a_finished_read_counts_for_two_milliseconds() -> None:
+    """INV-136: background stays narrow for a while after the last read (ADR 0017: 2 ms)."""
     driver = Driver()
     driver.add(READ)
     driver.finish(driver.next())
     for _ in range(4):
         driver.add(BACKGROUND)
-    driver.now_ns = 5 * MS - 1
+    driver.now_ns = 2 * MS - 1
     assert len(driver.fill()) == 1
-    driver.now_ns = 5 * MS
+    driver.now_ns = 2 * MS
     assert len(driver.fill()) == 3
 
 
