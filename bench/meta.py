@@ -7,7 +7,7 @@ of two moves a page are part of it, and the garbage collector, unless ``--no-gc`
 measured both ways: the pages leave no cycles of references, so a scheduler may collect when it is
 idle instead (docs/operating.md).
 
-``_plans`` are plans in stores of other shapes, each page of the wish making one or two moves.
+``_plans`` are plans in stores of other shapes, each page of the wish making one to three moves.
 """
 
 from __future__ import annotations
@@ -226,6 +226,8 @@ def _plans(page_count: int, repeats: int) -> tuple[dict[str, list[float]], float
         run("evict_host_to_disk_disk_drops", bench, session)
     for _ in range(repeats):
         run("exchange_device_host", bench, lambda: bench.restore(1, known))
+    for _ in range(repeats):
+        run("restore_disk_all_full", bench, lambda: bench.restore(2, known))
     for _ in range(repeats):
         bench.discard()
         run("restore_disk_keeps_copy", bench, lambda: bench.restore(2, known))

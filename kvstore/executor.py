@@ -18,6 +18,7 @@ import errno
 import itertools
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, final
@@ -119,10 +120,11 @@ class Flight:
         """Whether nothing of a pool group (None: of any) is awaited any more."""
         return not self.remaining if group is None else not self.open_count.get(group)
 
-    def add(self, page: Page) -> None:
-        """Await one more page."""
-        self.remaining[page] = None
-        self.open_count[page.group] = self.open_count.get(page.group, 0) + 1
+    def add(self, pages: Sequence[Page]) -> None:
+        """Await more pages."""
+        self.remaining.update(dict.fromkeys(pages))
+        for group, count in Counter([page.group for page in pages]).items():
+            self.open_count[group] = self.open_count.get(group, 0) + count
 
     def arrive(self, page: Page) -> None:
         """Note that a page is where the waiter wants it."""
@@ -373,10 +375,15 @@ class Executor:
                 self.on_shrunk(outbox.shrunk)
         self._schedule_flush()
 
-    def _schedule_flush(self) -> None:
-        if not self._is_flush_scheduled and self._has_work:
+    def settle_soon(self) -> None:
+        """As `settle`, in the next turn: the caller has held the loop long enough (INV-129)."""
+        if not self._is_flush_scheduled:
             self._is_flush_scheduled = True
             self._loop.call_soon(self._flush_turn)
+
+    def _schedule_flush(self) -> None:
+        if self._has_work:
+            self.settle_soon()
 
     @property
     def _has_work(self) -> bool:
@@ -1027,11 +1034,16 @@ class Executor:
 
     # Waiters.
 
-    def attach(self, flight: Flight, pages: Iterable[Page]) -> None:
+    def attach(self, flight: Flight, pages: Sequence[Page]) -> None:
         """Let a flight wait for pages that are on their way."""
+        flight.add(pages)
+        waiters = self._waiters
         for page in pages:
-            flight.add(page)
-            self._waiters.setdefault(page, []).append(flight)
+            flights = waiters.get(page)
+            if flights is None:
+                waiters[page] = [flight]
+            else:
+                flights.append(flight)
 
     def detach(self, flight: Flight) -> None:
         """End a wait; the move of a page that nobody waits for any more is cancelled (INV-327)."""

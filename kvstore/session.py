@@ -548,7 +548,8 @@ class RestoreQueue:
         is_settled: bool = True,
     ) -> Started | Refusal | None:
         tables = self._store.tables
-        pages = [page for page in pages if page.state is not PageState.DEAD]
+        dead = PageState.DEAD
+        pages = [page for page in pages if page.state is not dead]
         need = [0] * len(self.budgets)
         rows: list[list[Page]] = [[] for _ in self.budgets]
         for page in pages:
@@ -568,7 +569,7 @@ class RestoreQueue:
         flight = Flight(self._loop, 0, session.on_restored)
         session.wait_for(flight)
         flight.deadline_at = deadline_at or 0.0
-        if is_settled and len(pages) >= PARTS_MIN:
+        if is_settled and len(pages) >= PARTS_MIN and sum(map(bool, rows)) > 1:
             applied = self._apply_parts(session, flight, rows)
         else:
             applied = self._take(session, flight, pages, plan)
@@ -578,7 +579,9 @@ class RestoreQueue:
         for group, count in enumerate(need):
             self._open[group] += count
         flight.when_done(lambda: self._ended(need))
-        if is_settled:
+        if is_settled and len(pages) >= PARTS_MIN:
+            executor.settle_soon()
+        elif is_settled:
             executor.settle()
         return Started(flight, applied)
 
@@ -782,11 +785,12 @@ class Session:
 
     def _cut_lost(self, restore: Restore) -> None:
         """Cut the session at the first page that is gone (INV-911)."""
+        ended = PageState.DEAD
         dead = {
             page: OK
             for row in self._pages
             for page in row
-            if page is not None and page.state is PageState.DEAD
+            if page is not None and page.state is ended
         }
         if dead:
             self._cut_pages(dead, restore)

@@ -28,6 +28,7 @@ _DEAD: Final = PageState.DEAD
 _COMMITTED: Final = PageState.COMMITTED
 _WRITING: Final = SlotState.WRITING
 _DRAINING: Final = SlotState.DRAINING
+_RELEASED: Final = SlotState.RELEASED
 _EVICT: Final = MoveKind.EVICT
 _RESTORE: Final = MoveKind.RESTORE
 _RELOCATE: Final = MoveKind.RELOCATE
@@ -703,7 +704,7 @@ def _leave_sources(tables: Transitions, plan: GroupPlan) -> tuple[list[Move], li
     kind = MoveKind.PREFETCH if plan.restore_level else MoveKind.RESTORE
     unkept, kept = plan.unkept, set[Page]()
     for page in restores:
-        if page not in unkept and _kept_level(tables, page) >= 0:
+        if _kept_level(tables, page) >= 0 and page not in unkept:
             kept.add(page)
     moves += tables.depart(restores, kind, _READ, kept)
     levels += [plan.restore_level] * len(restores)
@@ -743,9 +744,12 @@ def _bind_targets(
     supply: list[list[Slot]] = []
     inherited: list[list[Slot | None]] = []
     taken = [0] * tables.level_count
+    counts = [0] * tables.level_count
+    for level in levels:
+        counts[level] += 1
     for level, pools in enumerate(tables.pools):
         pool = pools[plan.group]
-        slots, old = pool.allocate_many(levels.count(level))
+        slots, old = pool.allocate_many(counts[level])
         pool.primaries += len(slots)
         supply.append(slots)
         inherited.append(old)
@@ -786,28 +790,34 @@ def _break_cycles(moves: list[Move], owners: list[Slot | None]) -> None:
     A move waits for the one that leaves its target; each waits for at most one, so what is not a
     path is a ring.
     """
-    leaving = {move.source: move for move in moves}
-    follows: dict[Move, Move] = {}
+    count = len(moves)
     for index, move in enumerate(moves):
-        old = owners[index]
-        before = leaving.get(old) if old is not None else None
-        if before is not None:
-            follows[move] = before
-    walked: dict[Move, Move] = {}  # each move with the first one of its walk
-    for first in follows:
-        node: Move | None = first
-        while node is not None and node not in walked:
+        source = move.source
+        if source.state is _DRAINING or source.state is _RELEASED:
+            source.stamp = index  # it is in no queue of a policy, so the field is free
+    follows = [-1] * count
+    for index, old in enumerate(owners):
+        if old is not None and 0 <= old.stamp < count and moves[old.stamp].source is old:
+            follows[index] = old.stamp
+    walked = [-1] * count  # each move with the first one of its walk
+    for first in range(count):
+        node = first
+        while node >= 0 and walked[node] < 0:
             walked[node] = first
-            node = follows.get(node)
-        if node is None or walked[node] is not first:
+            node = follows[node]
+        if node < 0 or walked[node] != first:
             continue
         start, ring = node, [node]
         node = follows[start]
-        while node is not start:
+        while node != start:
             ring.append(node)
             node = follows[node]
         # Prefer a restore: its data is read through pinned memory anyway.
-        chosen = next((one for one in ring if one.kind is _RESTORE), start)
+        chosen = moves[start]
+        for index in ring:
+            if moves[index].kind is _RESTORE:
+                chosen = moves[index]
+                break
         chosen.via_bounce = True
 
 

@@ -92,7 +92,11 @@ class Fence:
 
 @mypyc_attr(acyclic=True)
 class Link:
-    """What a lane is made of: its slots, and itself as the two ends."""
+    """What a lane is made of: its slots, and itself as the two ends.
+
+    Who links and unlinks asserts first that a neighbour is there: the compiled core would look up
+    an attribute of what may be None by name.
+    """
 
     __slots__ = ("next", "prev")
 
@@ -120,7 +124,8 @@ class Lane(Link):
     def append(self, slot: Slot) -> None:
         """Link a slot as the newest."""
         last = self.prev
-        last.next = slot  # type: ignore[union-attr]
+        assert last is not None
+        last.next = slot
         slot.prev = last
         slot.next = self
         self.prev = slot
@@ -145,15 +150,19 @@ class Lane(Link):
     def remove(self, slot: Slot) -> None:
         """Unlink a slot of this lane."""
         before, after = slot.prev, slot.next
-        before.next = after  # type: ignore[union-attr]
-        after.prev = before  # type: ignore[union-attr]
+        assert before is not None
+        assert after is not None
+        before.next = after
+        after.prev = before
         slot.prev = slot.next = slot.lane = None
         self.count -= 1
 
     def replace(self, old: Slot, new: Slot) -> None:
         """Put a slot into the place of another one."""
         before, after = old.prev, old.next
-        before.next = after.prev = new  # type: ignore[union-attr]
+        assert before is not None
+        assert after is not None
+        before.next = after.prev = new
         new.prev, new.next, new.lane, new.stamp = before, after, self, old.stamp
         old.prev = old.next = old.lane = None
 

@@ -28,7 +28,7 @@ from kvstore.core.copies import CopyEnd
 from kvstore.core.index import Match
 from kvstore.core.page import Move, MoveKind, MoveState, Page, PageState
 from kvstore.core.planner import Applied, Plan, Refusal
-from kvstore.core.slots import Fence, Slot, SlotState
+from kvstore.core.slots import Fence, Pool, Slot, SlotState
 from kvstore.core.transitions import Outbox, Transitions
 from kvstore.errors import LogicError
 from kvstore.keys import BlockKey
@@ -226,12 +226,24 @@ class Tables(Transitions):
         return page
 
     def _raise_priority(self, page: Page | None, priority: int) -> None:
-        """Keep every ancestor at least as valuable as its child, so leaves go first (INV-324)."""
+        """Keep every ancestor at least as valuable as its child, so leaves go first (INV-324).
+
+        Changing its lane makes a page the newest of it, so the ancestors there count as used too.
+        """
+        stamp = self._stamp
+        pool: Pool | None = None
         while page is not None and page.priority < priority:
             page.priority = priority
             slot = page.primary
             if slot is not None and slot.lane is not None and not slot.pool.copies.has(slot):
-                slot.pool.policy.touch(slot, self._stamp, is_held=page.hold_count > 0)
+                pool = slot.pool
+                pool.policy.touch(slot, stamp, is_held=page.hold_count > 0)
+            page = page.parent
+        while page is not None and pool is not None and pool.policy.is_ordered:
+            slot = page.primary
+            if slot is None or not self._is_peer(slot, pool) or slot.stamp >= stamp:
+                return
+            pool.policy.touch(slot, stamp, is_held=page.hold_count > 0)
             page = page.parent
 
     def _merge(self, page: Page, existing: Page, priority: int) -> None:

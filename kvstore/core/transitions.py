@@ -8,7 +8,7 @@ apart from `InvariantError`, which reports a bug of ours (INV-523).
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, final
 
 from kvstore.config import IoClass, Tier
@@ -264,7 +264,11 @@ class Transitions:
         slot.pool.release(slot)
 
     def depart(
-        self, pages: Sequence[Page], kind: MoveKind, io_class: IoClass, kept: Collection[Page] = ()
+        self,
+        pages: Sequence[Page],
+        kind: MoveKind,
+        io_class: IoClass,
+        kept: set[Page] | None = None,
     ) -> list[Move]:
         """Take pages off their primaries, to be moved: one move per page, in that order.
 
@@ -279,7 +283,7 @@ class Transitions:
             if source.lane is not None:
                 pool.policy.remove(source)
             pool.primaries -= 1
-            if page in kept:
+            if kept is not None and page in kept:
                 self.make_copy(source)
             else:
                 page.primary = source.colder
@@ -306,7 +310,7 @@ class Transitions:
                     pool.draining.append(source)
                     continue
             self._read_source(move)
-            if move.page not in kept:
+            if move.page.primary is not source:  # or it stays as a copy
                 self.release_source(source)
         return moves
 

@@ -52,7 +52,8 @@ class LruPolicy(EvictionPolicy):
             self.droppable_count += 1
         slot.stamp = stamp
         last = lane.prev
-        last.next = slot  # type: ignore[union-attr]
+        assert last is not None
+        last.next = slot
         slot.prev = last
         slot.next = lane
         lane.prev = slot
@@ -91,13 +92,15 @@ class LruPolicy(EvictionPolicy):
 
     def remove(self, slot: Slot) -> None:
         """Unlink the slot."""
-        lane = slot.lane
-        before, after = slot.prev, slot.next
-        before.next = after  # type: ignore[union-attr]
-        after.prev = before  # type: ignore[union-attr]
+        lane, before, after = slot.lane, slot.prev, slot.next
+        assert lane is not None
+        assert before is not None
+        assert after is not None
+        before.next = after
+        after.prev = before
         slot.prev = slot.next = slot.lane = None
-        lane.count -= 1  # type: ignore[union-attr]
-        if lane.is_held:  # type: ignore[union-attr]
+        lane.count -= 1
+        if lane.is_held:
             self.held_count -= 1
         else:
             self.droppable_count -= 1

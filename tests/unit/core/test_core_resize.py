@@ -252,6 +252,19 @@ def test_a_recovered_child_never_outlives_its_parent(make: Any, block_key: Any) 
         check_state(driver.tables)
 
 
+def test_a_page_raised_by_a_recovered_child_stays_older_than_its_parent(
+    make: Any, block_key: Any
+) -> None:
+    """INV-324, INV-921: raising the priority counts as a use, and so for the ancestors."""
+    driver = make(4, 2, 8)
+    driver.put("a", 1)
+    driver.put("a", 2, priority=3)
+    driver.put("b", 1)
+    driver.tables.recover(0, 7, block_key("a", 2), block_key("a", 1), 2, 1)
+    assert driver.page("a", 1).priority == driver.page("a", 0).priority
+    check_state(driver.tables)
+
+
 def test_impossible_shapes_are_refused() -> None:
     """INV-132, INV-905: levels in another order, or without a count for each group."""
     one = (GroupSpec(name="full"),)
