@@ -381,6 +381,7 @@ class StoreMachine(RuleBasedStateMachine):
                 with pytest.raises(PagesLost):
                     entry.session.commit([1])
                 entry.session.suspend(event)
+                entry.cut(int(restore.valid_tokens))
             raise
         while not event.query() and not entry.is_closed:
             await asyncio.sleep(1e-5)
