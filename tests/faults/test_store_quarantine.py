@@ -125,7 +125,6 @@ async def test_no_tier_has_room_for_a_swap_while_a_slot_is_quarantined():
     rig.check_closed()
 
 
-
 async def test_moves_in_a_ring_do_not_wait_for_a_lost_bounce_slot():
     """INV-119, INV-407: two full tiers swap page by page, and the first read into the only bounce
     slot does not come back: the other pages have an answer too, now and at the next swap.
