@@ -67,7 +67,7 @@ def check_core() -> Check:
     """Return whether the bookkeeping runs compiled."""
     if compiled.DIGEST:
         return _check("core", OK, compiled.describe())
-    remedy = "it costs about twice the time per page; install a wheel for this Python"
+    remedy = "each page costs about four times the time; install a wheel for this Python"
     return _check("core", WARN, compiled.describe(), remedy)
 
 

@@ -893,7 +893,7 @@ class Executor:
 
     def _stall(self, job: _Job) -> None:
         job.stall_timer = None
-        if job.move in self.jobs:
+        if job.move in self.jobs and not job.is_gated:
             logger.warning("a disk transfer does not come back: %r", job.move)
             self._tables.move_stalled(job.move)
             self.room_grew = True
