@@ -893,11 +893,7 @@ class Executor:
 
     def _stall(self, job: _Job) -> None:
         job.stall_timer = None
-        if job.is_gated and job.copies_open:
-            # The copies behind its gate still write the target: `_end_gated` comes back to it. (On
-            # an H200, slots given up at the verdict lost the poison of later failed reads.)
-            return
-        if job.move in self.jobs:
+        if job.move in self.jobs and not job.is_gated:
             logger.warning("a disk transfer does not come back: %r", job.move)
             self._tables.move_stalled(job.move)
             self.room_grew = True
@@ -1250,11 +1246,7 @@ class Executor:
 
     def _end_gated(self, job: _Job) -> None:
         """A gated move ends when its copy has passed and its transfer has ended."""
-        if job.copies_open:
-            return
-        if not job.is_ended:
-            if job.status != OK and job.stall_timer is None:
-                self._stall(job)
+        if job.copies_open or not job.is_ended:
             return
         if job.is_void and job.status == OK and job.copy_status == OK:
             job.is_gated = False

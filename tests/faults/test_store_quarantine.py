@@ -14,7 +14,7 @@ import pytest
 
 from kvstore._uring.base import Opcode
 from kvstore.config import IoClass, PoolGroupConfig, slot_bytes
-from kvstore.errors import DeadlineError, OutOfPages, PagesLost
+from kvstore.errors import DeadlineError, OutOfPages
 from kvstore.testing import FaultPlan, SimClient, SimRig, sim_config
 
 BLOCK = 8
@@ -123,36 +123,6 @@ async def test_no_tier_has_room_for_a_swap_while_a_slot_is_quarantined():
         with anyio.fail_after(1):
             assert 32 == await client.resume(sessions[1], histories[1])
     rig.check_closed()
-
-
-async def test_slots_behind_a_gate_are_quarantined_as_well():
-    """INV-119, INV-205: the reads of a gated restore do not come back: its gate opens as failed at
-    the deadline, and nobody is given slots that only the end of those reads sets free.
-    """
-    async with opened(LOST, LARGE, SMALL) as (_store, client, rig):
-        async with client.session(tokens_of(8, 9000)) as filler:
-            await filler.resume(client.stream)
-            await client.grow(filler, 8 * BLOCK)  # and give the room back: a gate needs free slots
-        await client.step()
-        rig.faults.add("never", opcode=Opcode.READ, count=4)
-        async with client.session(LOST) as session:
-            restore = await session.resume(client.stream, gated=True)
-            assert restore.is_gated
-            with anyio.fail_after(2 * DEADLINE_S), pytest.raises(PagesLost):
-                await restore.ready()
-        client.step()
-        assert 4 == rig.faults.held_count
-        with anyio.fail_after(1):
-            assert len(SMALL) == await client.get(SMALL)
-            await client.put(tokens_of(6, 5000))
-            await client.put(tokens_of(6, 6000))
-            assert len(SMALL) == await client.get(SMALL)
-        with anyio.fail_after(1), contextlib.suppress(OutOfPages):
-            assert len(LARGE) == await client.get(LARGE)
-        assert 4 == rig.faults.release()
-        await asyncio.sleep(0.1)
-        with anyio.fail_after(1):
-            assert len(LARGE) == await client.get(LARGE)
 
 
 async def test_moves_in_a_ring_do_not_wait_for_a_lost_bounce_slot():
