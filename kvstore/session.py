@@ -681,8 +681,9 @@ class Session:
     def page_table(self, group: str) -> PageTable:
         """Return the device slot of each block of a pool group.
 
-        Shapes: (blocks,) int32, -1 where the block has left the window. A copy: the caller may
-        keep it; it is right until the next `try_grow`, `commit` or `suspend`.
+        Shapes: (blocks,) int32, -1 where the block has left the window, and, behind a gate, where
+        its read had failed before `resume` returned. A copy: the caller may keep it; it is right
+        until the next `try_grow`, `commit` or `suspend`.
         Raises: LogicError: the session is not active.
         """
         self._need(SessionState.ACTIVE, "page_table")

@@ -226,8 +226,11 @@ def test_ten_thousand_faults_behind_the_gate(
                         good = (pages == values(number)).all(dim=1).cpu()
                         poison = (pages == 255).all(dim=1).cpu()
                         assert bool(good[:first].all())
-                        assert bool(poison[first:].all())
-                        counts["poisoned"] += count
+                        # a read that failed before `resume` returned has no slot in the table
+                        named = torch.from_numpy(table >= 0)
+                        assert bool(named[:first].all())
+                        assert bool(poison[named][first:].all())
+                        counts["poisoned"] += int(named[first:].sum())
                 except kvstore.DeadlineError:
                     assert kind in {"deadline", "cancel"}  # the gate was busy: it was awaited
                 finally:
