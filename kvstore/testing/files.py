@@ -168,15 +168,7 @@ class SimDisk:
     def resize(self, file: SimOpenFile, size: int) -> None:
         """Extend or cut. Raises: CapacityError: no space, the size is unchanged."""
         target = self._open[file.buffered_fd]
-        grown = size - target.size
-        free = None if self.capacity_bytes is None else self.capacity_bytes - self.used_bytes
-        if free is not None and grown > free:
-            raise CapacityError(
-                f"disk_cache_size: {grown} bytes needed, {free} free",
-                needed=grown,
-                available=free,
-                errno=errno.ENOSPC,
-            )
+        self.check_room(file, size - target.size)
         target.truncate(size)
 
     def file_system(self, file: SimOpenFile) -> int:
