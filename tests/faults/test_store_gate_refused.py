@@ -14,6 +14,21 @@ BLOCK = 8
 TOKENS = list(range(4 * BLOCK))
 
 
+async def push_down(client: SimClient, level: str, floods: int) -> None:
+    """Commit TOKENS, push all of them down to a level, and leave the device slots free.
+
+    A gate needs free slots: the filler grows into every one and gives its room back.
+    """
+    await client.put(TOKENS)
+    await client.flood(floods)
+    async with client.session(range(9000, 9000 + 8 * BLOCK)) as filler:
+        await filler.resume(client.stream)
+        await client.grow(filler, 8 * BLOCK)
+    await client.step()
+    await anyio.sleep(0.1)
+    assert {level: len(TOKENS)} == client.store.probe(TOKENS).by_level
+
+
 @pytest.mark.parametrize("with_host", [True, False], ids=["recalls", "reads"])
 @pytest.mark.parametrize("nth", range(1, 7))
 @pytest.mark.parametrize("call", ["wait_ticket", "copy_pages", "record", "notify", "wait_event"])
@@ -28,14 +43,7 @@ async def test_a_refused_call_of_a_gated_restore(call: str, nth: int, with_host:
     rig = SimRig.create(config, seed=nth)
     async with rig.open(config) as store:
         client = SimClient(store, rig, config)
-        await client.put(TOKENS)
-        await client.flood(4 if with_host else 24)
-        async with client.session(range(9000, 9000 + 8 * BLOCK)) as filler:
-            await filler.resume(client.stream)
-            await client.grow(filler, 8 * BLOCK)  # and give the room back: a gate needs free slots
-        await client.step()
-        await anyio.sleep(0.1)
-        assert {"host" if with_host else "disk": len(TOKENS)} == store.probe(TOKENS).by_level
+        await push_down(client, "host" if with_host else "disk", floods=4 if with_host else 24)
         history = client.history(TOKENS)
         wrong: list[BaseException] = []
         async with client.session(TOKENS) as session:
@@ -83,14 +91,7 @@ async def test_a_refused_copy_behind_a_gate_is_awaited(
     rig = SimRig.create(config)
     async with rig.open(config) as store:
         client = SimClient(store, rig, config)
-        await client.put(TOKENS)
-        await client.flood(8 if with_host else 24)
-        async with client.session(range(9000, 9000 + 8 * BLOCK)) as filler:
-            await filler.resume(client.stream)
-            await client.grow(filler, 8 * BLOCK)
-        await client.step()
-        await anyio.sleep(0.1)
-        assert {"host" if with_host else "disk": len(TOKENS)} == store.probe(TOKENS).by_level
+        await push_down(client, "host" if with_host else "disk", floods=8 if with_host else 24)
         async with client.session(TOKENS) as session:
             rig.device.inject("copy_pages", CODE_INVALID_VALUE, nth=1)
             with anyio.fail_after(60):
