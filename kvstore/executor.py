@@ -161,7 +161,7 @@ class Flight:
         if self.is_group_done(group):
             return
         future = self._loop.create_future()
-        self.when_done(lambda: _resolve(future), group)
+        self.when_done(lambda: resolve(future), group)
         await future
 
     def _check_done(self, group: int) -> None:
@@ -177,7 +177,8 @@ class Flight:
                 callback()
 
 
-def _resolve(future: asyncio.Future[None]) -> None:
+def resolve(future: asyncio.Future[None]) -> None:
+    """End a wait, unless it has ended."""
     if not future.done():
         future.set_result(None)
 

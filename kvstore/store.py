@@ -51,7 +51,7 @@ from kvstore.errors import (
     StoreFailed,
     UnsupportedError,
 )
-from kvstore.executor import Executor
+from kvstore.executor import Executor, resolve
 from kvstore.gate import Gate, GateTicket
 from kvstore.keys import BlockKey, Tokens, scope_key
 from kvstore.session import History, PrefetchBudget, RestoreQueue, Session
@@ -537,7 +537,7 @@ class KVStore:
         except (KVStoreError, OSError) as error:
             self._note_shortage(error)
         finally:
-            _resolve(self._host_filled)
+            resolve(self._host_filled)
 
     def _note_shortage(self, error: Exception) -> None:
         """A later part of the host tier was refused: the store goes on with what it has."""
@@ -1200,13 +1200,10 @@ class KVStore:
         except Exception as failure:  # noqa: BLE001  raised where it is awaited
             error = failure
         else:
-            if not outcome.done():
-                outcome.set_result(None)
+            resolve(outcome)
         finally:
             self._resizing.discard(index)
-            if not outcome.done():
-                outcome.set_exception(error)
-                outcome.exception()  # nobody may be waiting any more
+            _reject(outcome, error)
 
     async def _check_room(self, level: int, counts: list[int]) -> None:
         """Refuse a growth that can never fit before a byte of it is taken."""
@@ -1392,9 +1389,7 @@ class KVStore:
         self.executor.abandon_waiters()
         self._end_drains(StoreFailed(f"the store has failed: {error}"))
         for future in self._shrunk.values():
-            if not future.done():
-                future.set_exception(StoreFailed(f"the store has failed: {error}"))
-                future.exception()  # nobody may be waiting any more
+            _reject(future, StoreFailed(f"the store has failed: {error}"))
 
     def _end_drains(self, error: KVStoreError) -> None:
         drains, self._drains = self._drains, []
@@ -1542,8 +1537,8 @@ class KVStore:
         deadline_at = self._loop.time() + limit
         while not executor.is_idle and self._loop.time() < deadline_at:
             idle = self._loop.create_future()
-            executor.on_idle.append(functools.partial(_resolve, idle))
-            timer = self._loop.call_at(deadline_at, _resolve, idle)
+            executor.on_idle.append(functools.partial(resolve, idle))
+            timer = self._loop.call_at(deadline_at, resolve, idle)
             try:
                 await _survive(functools.partial(_wait, idle))
             finally:
@@ -1615,9 +1610,11 @@ class KVStore:
         self._group.start_soon(run)
 
 
-def _resolve(future: asyncio.Future[None]) -> None:
+def _reject(future: asyncio.Future[None], error: BaseException) -> None:
+    """Fail a wait, unless it has ended; nobody may be waiting any more (C21)."""
     if not future.done():
-        future.set_result(None)
+        future.set_exception(error)
+        future.exception()
 
 
 async def _wait(future: asyncio.Future[Any]) -> None:
@@ -1690,9 +1687,8 @@ class Drain:
         """End the wait with an error; the store is closing or has failed."""
         self._error = error
         self._stop_timer()
-        if self._future is not None and not self._future.done():
-            self._future.set_exception(error)
-            self._future.exception()  # nobody may be waiting any more (C21)
+        if self._future is not None:
+            _reject(self._future, error)
 
     def __await__(self) -> Generator[Any, None, None]:
         """Wait until every slot is drained. Raises: StoreClosed, StoreFailed, DeadlineError."""

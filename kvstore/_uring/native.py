@@ -186,7 +186,7 @@ class CompletionQueue:
     def _handle_bulk(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
         """Hand each range its records and return those that have a callback of their own."""
         least, greatest = self._batch.least_token, self._batch.greatest_token
-        if not len(records) or greatest < BULK_TOKENS:
+        if greatest < BULK_TOKENS:  # an empty batch too
             return records
         all_good = bool(self._batch.all_good)
         for first, (count, handler) in self._bulk.items():
