@@ -77,3 +77,23 @@ def test_failing_handler_loses_no_neighbour(loop):
     assert 1 == len(reports)
     queue.close()
     turn(loop)
+
+
+@pytest.mark.parametrize(
+    ("status", "flags"), [(-5, 3), (0, 1), (0, 2)], ids=["failed", "no end yet", "told before"]
+)
+def test_a_batch_is_all_good_only_if_every_record_is_a_good_end(loop, status, flags):
+    """INV-114: a handler that skips the look at each record skips no verdict but good ones."""
+    queue = CompletionQueue(loop)
+    calls = []
+    first = queue.bulk(3, lambda records, all_good: calls.append((len(records), all_good)))
+    for number in range(3):
+        post(queue, first + number, 0)
+    turn(loop)
+    assert [(3, True)] == calls
+    post(queue, first, 0)
+    lib.kvs_cq_post(queue.handle, first + 1, status, flags, 0)
+    turn(loop)
+    assert [(3, True), (2, False)] == calls
+    queue.close()
+    turn(loop)
